@@ -81,21 +81,20 @@ class Rows:
 
 def find_blocks(model: nn.Module) -> list[Block]:
     """Every FFN of the model in order of depth, or an InputError that names the family."""
-    config = getattr(model, "config").get_text_config()
+    whole: Any = model.config
+    config = whole.get_text_config()
     family = config.model_type
+    if whole.is_encoder_decoder:
+        raise unsupported(family, "it has an encoder, and only decoder-only language models can be compressed")
     refuse_mixture(model, family)
-    row = ARCHITECTURES.get(family) or guess_architecture(model, family)
-    try:
-        layers = model.get_submodule(row.layers)
-    except AttributeError:
-        layers = nn.ModuleList()
-    blocks = [
+    row = ARCHITECTURES.get(family)
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    if row is None or row.layers not in lists:  # the language model may be a part of a larger one
+        row = guess_architecture(lists, config.num_hidden_layers, family)
+    return [
         describe_block(model, index, f"{row.layers}.{index}", row.ffn, config.hidden_size, family)
-        for index in range(len(layers))  # type: ignore[arg-type]
+        for index in range(len(lists[row.layers]))
     ]
-    if not blocks:
-        raise unsupported(family, f"it has no layers at {row.layers}")
-    return blocks
 
 
 def describe_block(model: nn.Module, index: int, layer_path: str, ffn: str, width: int, family: str) -> Block:
@@ -105,23 +104,21 @@ def describe_block(model: nn.Module, index: int, layer_path: str, ffn: str, widt
     if not all(isinstance(module, nn.Module) for module in modules):
         raise unsupported(family, f"{layer_path} has no {' / '.join(parts)}")
     parameters = sum(p.numel() for module in modules if module is not None for p in module.parameters())
-    arguments = inspect.signature(modules[0].forward).parameters  # type: ignore[union-attr]
+    takes_residual = "residual" in inspect.signature(modules[0].forward).parameters  # type: ignore[union-attr]
     return Block(
         index=index,
         path=f"{layer_path}.{parts[0]}",
         layer_path=layer_path,
-        residual_inside="residual" in arguments,
+        residual_inside=getattr(modules[0], "residual_inside", takes_residual),  # a replacement knows it
         bypass=tuple(f"{layer_path}.{name}" for name in parts[1:]),
         width=width,
         parameters=parameters,
     )
 
 
-def guess_architecture(model: nn.Module, family: str) -> Architecture:
+def guess_architecture(lists: dict[str, nn.ModuleList], depth: int, family: str) -> Architecture:
     """The shallowest list of as many modules as the config has layers, whose members hold an FFN by a usual name."""
-    depth = getattr(model, "config").get_text_config().num_hidden_layers
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    for name, module in sorted(lists, key=lambda item: item[0].count(".")):
+    for name, module in sorted(lists.items(), key=lambda item: item[0].count(".")):
         if len(module) != depth:
             continue
         for ffn in (*FFN_NAMES, "fc1"):

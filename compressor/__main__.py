@@ -1,0 +1,5 @@
+"""`python -m compressor` is `compress`."""
+
+from compressor.cli import main
+
+main()

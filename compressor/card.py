@@ -1,0 +1,77 @@
+"""The model card (README.md) of a compressed checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from compressor.reporting import budget_line, name_replacement, parameters_line, perplexity_line
+
+
+def card(report: Mapping[str, Any]) -> str:
+    """What it is, how to load it, what was measured, what changed. Sections without a measurement are left out."""
+    source = report["source"]["model"]
+    metadata = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": source,
+        "tags": ["compressor", "compressed", "linear-ffn"],
+    }
+    parts = [
+        f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n",
+        f"# {escape(source)}, compressed\n",
+        "Some feed-forward blocks of the source model are replaced by far smaller maps in closed form "
+        f"(compressor {report['tool']['version']}). Nothing was trained.\n",
+    ]
+    if "perplexity" in report:
+        lines = [perplexity_line(report["perplexity"]), parameters_line(report["parameters"]), budget_line(report)]
+        parts.append("## Measured\n\n" + "".join(f"- {line}\n" for line in lines))
+        text = report["text"]["verification"]
+        parts.append(f"Verification text: {escape(text['source'])} (tokens' sha256 `{text['sha256'][:16]}…`).\n")
+    parts.append(LOADING)
+    parts.append("## Blocks\n\n" + block_list(report["blocks"]))
+    if "perplexity" in report:
+        parts.append("## Reproduce\n\n```\ncompress --recipe recipe.yaml --out NEW_DIRECTORY\n```\n")
+    return "\n".join(parts)
+
+
+LOADING = """## Load
+
+Without any package beside transformers (runs `modeling_compressor.py` from this directory):
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(DIRECTORY, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(DIRECTORY)
+```
+
+With the package, running no code from this directory:
+
+```python
+import compressor
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(DIRECTORY)
+```
+
+Loading it with neither fails with an error; it never loads with random blocks.
+"""
+
+
+def block_list(blocks: list[Any]) -> str:
+    rows = ["| block | R²_lin | stream R² | verdict | now | parameters |", "|---|---|---|---|---|---|"]
+    for block in blocks:
+        now = name_replacement(block["replacement"])
+        if "r2_lin" in block:
+            size = f"{block['params_before']:,} → {block['params_after']:,}"
+            figures = f"{block['r2_lin']:.3f} | {block['r2_stream']:.3f} | {block['verdict']}"
+            rows.append(f"| {block['index']} | {figures} | {now} | {size} |")
+        else:
+            rows.append(f"| `{block['path']}` | | | | {now} | |")
+    return "\n".join(rows) + "\n"
+
+
+def escape(text: str) -> str:
+    """A name or path as plain Markdown text."""
+    return "".join(f"\\{c}" if c in "\\`*_{}[]<>()#+!|~" else c for c in " ".join(text.split()))

@@ -1,0 +1,286 @@
+"""Get a model safely: no code and no pickle from its directory, and one clear line for whatever is wrong with it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    validate_repo_id,
+)
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from compressor.errors import InputError
+from compressor.hub import MODEL_ALTERNATIVES, Snapshot, open_snapshot, reason_of
+from compressor.modeling_compressor import METHOD
+from compressor.weights import SINGLE, digest, find_shards, inspect_weights, read_json
+
+DEMO = Path(__file__).parent / "demo"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SOURCE_ATTRIBUTE = "compressor_source"
+SAMPLE = "The quick brown fox jumps over 13 lazy dogs."
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model came from. The hash covers names, types, shapes and bytes of all tensors, not their sharding."""
+
+    model: str
+    revision: str | None
+    model_type: str
+    weights_sha256: str
+    dtype: torch.dtype
+
+
+def load(
+    model: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    allow_compressed: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model and its tokenizer from a directory, a hub id, or `demo`, in evaluation mode.
+
+    `auto` takes a CUDA device where there is one, float32 on a CPU and the checkpoint's dtype elsewhere.
+    `allow_compressed` admits checkpoints this tool wrote; they load without running the code they carry.
+    """
+    model = os.fspath(model)
+    target = resolve_device(device)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise InputError(f"unknown dtype {dtype!r}; use auto, {', '.join(DTYPES)}")
+    name, directory, snapshot = locate(model, revision, trust_remote_code)
+    raw = read_json(directory / "config.json", model)
+    if is_compressed(raw, model):
+        if not allow_compressed:
+            raise already_compressed(directory, model)
+        trust_remote_code = False  # importing METHOD taught transformers to load it
+    with quiet():
+        config = load_config(raw, directory, model, trust_remote_code)
+        tokenizer = load_tokenizer(directory, model, config, trust_remote_code)
+    shards = find_shards(directory, model, snapshot)
+    stored, sha256 = inspect_weights(shards, model)
+    computed = DTYPES.get(dtype) or (torch.float32 if target.type == "cpu" else stored)
+    with quiet():
+        loaded = load_weights(directory, model, config, computed, trust_remote_code)
+    refuse_nonfinite(loaded, model)
+    with refusing(f"{model} cannot be put on {target}", "use --device cpu"):
+        loaded.to(target).eval()
+    source = Source(name, snapshot.commit if snapshot else None, config.model_type, sha256, stored)
+    loaded.config.name_or_path = loaded.name_or_path = tokenizer.name_or_path = name
+    setattr(loaded, SOURCE_ATTRIBUTE, source)
+    return loaded, tokenizer
+
+
+def source_of(model: PreTrainedModel) -> Source:
+    """What `load` recorded; for a model that came another way, what its config and its present weights say."""
+    recorded = getattr(model, SOURCE_ATTRIBUTE, None)
+    if isinstance(recorded, Source):
+        return recorded
+    name = model.config.name_or_path or type(model).__name__
+    if Path(name).is_dir():
+        name = os.path.abspath(name)
+    sha256 = digest(sorted(model.state_dict().items()))
+    return Source(name, getattr(model.config, "_commit_hash", None), model.config.model_type, sha256, model.dtype)
+
+
+def resolve_device(device: str) -> torch.device:
+    """The torch device; `auto` never takes MPS, which has no float64."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        target = torch.device(device)
+    except RuntimeError:
+        target = torch.device("meta")
+    if target.type not in ("cpu", "cuda", "mps"):
+        raise InputError(f"unknown device {device!r}; use auto, cpu, cuda, cuda:N or mps")
+    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}[target.type]
+    if (target.index or 0) >= count:
+        raise InputError(f"device {device!r} is not available here ({count} found); use --device cpu")
+    return target
+
+
+def locate(model: str, revision: str | None, with_code: bool) -> tuple[str, Path, Snapshot | None]:
+    """The name to record, the directory to read, and for a hub id its snapshot (still without weights)."""
+    path = DEMO if model == "demo" else Path(os.path.expanduser(model))
+    if model and os.path.isdir(path):
+        if revision is not None:
+            raise InputError(f"revision {revision!r} needs a hub id, but {model} is a directory; leave --revision out")
+        return ("demo" if path == DEMO else os.path.abspath(path)), path, None
+    if model == "demo":
+        raise InputError("the built-in model `demo` is missing from this installation; install the package again")
+    if os.path.isfile(path):
+        raise InputError(f"{model} is a file; give the directory that holds config.json and {SINGLE}")
+    try:
+        validate_repo_id(model)
+        is_path = model.startswith((".", "~", os.sep))
+    except HFValidationError:
+        is_path = True
+    if is_path:
+        raise InputError(f"directory {model!r} does not exist; give a directory, a hub id such as gpt2, or `demo`")
+    snapshot = open_snapshot(model, revision, with_code=with_code)
+    return model, snapshot.directory, snapshot
+
+
+def is_compressed(raw: dict[str, Any], model: str) -> bool:
+    """Whether this is a checkpoint that this tool wrote; one of another quantiser is refused."""
+    quantization = raw.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if quantization and method != METHOD:
+        raise InputError(f"{model} is quantised ({method}); give the unquantised model it was made from")
+    return bool(quantization)
+
+
+def already_compressed(directory: Path, model: str) -> InputError:
+    record = directory / "compression.json"
+    source = read_json(record, model).get("source") if record.is_file() else None
+    original = source.get("model") if isinstance(source, dict) else None
+    return InputError(f"{model} is already compressed; compress its source {original or 'model'} instead")
+
+
+def refuse_detours(raw: dict[str, Any], model: str) -> None:
+    """Refuse what would make from_pretrained fetch code (a kernel) or read other weights than were checked."""
+    for key in ("attn_implementation", "_attn_implementation"):
+        if "/" in str(raw.get(key)):
+            raise InputError(f"config.json of {model} sets {key} to {raw[key]!r}, which is code; set it to 'sdpa'")
+    weights = raw.get("transformers_weights") or SINGLE
+    if weights != SINGLE:
+        raise InputError(f"config.json of {model} sets transformers_weights to {weights!r}; only {SINGLE} is read")
+
+
+def load_config(raw: dict[str, Any], directory: Path, model: str, trust_remote_code: bool) -> PretrainedConfig:
+    """The config of a decoder that transformers knows, or whose own code the user trusts."""
+    model_type, has_code = raw.get("model_type"), bool(raw.get("auto_map"))
+    if not isinstance(model_type, str):
+        raise InputError(f"config.json of {model} has no model_type; add the one of its architecture, such as llama")
+    trusted = has_code and trust_remote_code
+    if model_type not in CONFIG_MAPPING and not trusted:
+        if has_code:
+            raise InputError(f"{model} ({model_type}) runs code of its own; if you trust it, add --trust-remote-code")
+        version = transformers.__version__
+        raise InputError(f"transformers {version} does not know model type {model_type!r} of {model}; upgrade it")
+    refuse_detours(raw, model)
+    with refusing(f"config.json of {model} is not valid"):
+        config = AutoConfig.from_pretrained(
+            directory, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise not_causal(model, model_type, "an encoder-decoder")
+    if trusted and "AutoModelForCausalLM" in raw["auto_map"]:
+        return config
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise not_causal(model, model_type, "not a language model decoder")
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        raise not_causal(model, model_type, "an encoder")
+    return config
+
+
+def not_causal(model: str, model_type: str, what: str) -> InputError:
+    return InputError(f"{model} ({model_type}) is {what}; give a causal language model such as gpt2 or a Llama")
+
+
+def load_tokenizer(
+    directory: Path, model: str, config: PretrainedConfig, trust_remote_code: bool
+) -> PreTrainedTokenizerBase:
+    """The tokenizer, tried on a sentence: transformers builds an empty one when the files are missing."""
+    remedy = "save the tokenizer in the same directory (or, if it has code that you trust, add --trust-remote-code)"
+    with refusing(f"the tokenizer of {model} cannot be loaded", remedy):
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
+        )
+        tokens = tokenizer(SAMPLE)["input_ids"]
+    if not tokens or len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise InputError(f"the tokenizer of {model} has no vocabulary; save the tokenizer in the same directory")
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    if rows is not None and max(tokens) >= rows:
+        raise InputError(
+            f"the tokenizer of {model} gives token {max(tokens)}, but the model has {rows} embeddings; use its own one"
+        )
+    return tokenizer
+
+
+def load_weights(
+    directory: Path, model: str, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
+    """The model with every weight from the files: what transformers would fill with random numbers is refused."""
+    with refusing(f"{model} cannot be loaded"):
+        loaded, found = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            local_files_only=not trust_remote_code,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
+            output_loading_info=True,
+        )
+    for name, stored, expected in sorted(found["mismatched_keys"]):
+        raise InputError(
+            f"weights of {model} do not fit its config: {name} is {list(stored)}, config.json says {list(expected)}"
+        )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        some = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        raise InputError(f"{model} lacks {len(missing)} tensors of its architecture ({some}); save the whole model")
+    return loaded
+
+
+def refuse_nonfinite(loaded: PreTrainedModel, model: str) -> None:
+    for name, parameter in loaded.named_parameters():
+        if not parameter.isfinite().all():
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise InputError(
+                f"{model} has NaN or infinite values in {name} (as {kind}); use a sound checkpoint or --dtype float32"
+            )
+
+
+@contextmanager
+def refusing(what: str, remedy: str = MODEL_ALTERNATIVES) -> Iterator[None]:
+    """Whatever transformers raises on bad files becomes one line; running out of memory does not."""
+    try:
+        yield
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:
+        raise InputError(f"{what}: {reason_of(error)}; {remedy}") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence warnings, load reports and progress bars of transformers, and put everything back after."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub_bars_off = are_progress_bars_disabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.set_verbosity(logging.CRITICAL)
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+            if bars:
+                logging.enable_progress_bar()
+            if hub_bars_off:
+                disable_progress_bars()

@@ -1,0 +1,96 @@
+"""Streaming float64 moments of the rows (x, y) of one block.
+
+The sums are kept about their own mean and merged as Chan, Golub and LeVeque do, so that a huge mean does not eat the
+digits of the covariance, and so that batches, processes and machines merge by `add`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ACCUMULATION_DTYPE = torch.float64
+GRAM_TILE = 160  # columns per tile: small enough to skip most of the mirrored half, large enough for a fast product
+
+
+def gram(rows: Tensor) -> Tensor:
+    """rowsᵀ·rows, computing only the upper triangle of tiles."""
+    width = rows.shape[1]
+    out = rows.new_empty(width, width)
+    for start in range(0, width, GRAM_TILE):
+        stop = min(start + GRAM_TILE, width)
+        tile = rows[:, start:stop].T @ rows[:, start:]
+        out[start:stop, start:] = tile
+        out[start:, start:stop] = tile.T
+    return out
+
+
+@dataclass
+class Moments:
+    """Weighted count, means and centred second moments of rows x (inputs) and y (outputs)."""
+
+    rows: int
+    weight: Tensor  # Σw, a scalar
+    mean_x: Tensor
+    mean_y: Tensor
+    xx: Tensor  # Σ w (x−x̄)(x−x̄)ᵀ
+    xy: Tensor
+    yy: Tensor
+
+    @classmethod
+    def zeros(cls, width_x: int, width_y: int, device: torch.device | str = "cpu") -> Moments:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=ACCUMULATION_DTYPE, device=device)
+
+        return cls(
+            rows=0,
+            weight=zeros(),
+            mean_x=zeros(width_x),
+            mean_y=zeros(width_y),
+            xx=zeros(width_x, width_x),
+            xy=zeros(width_x, width_y),
+            yy=zeros(width_y, width_y),
+        )
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor, weights: Tensor | None = None) -> Moments:
+        """The moments of one batch of rows; `weights` has one non-negative value per row."""
+        x, y = x.to(ACCUMULATION_DTYPE), y.to(ACCUMULATION_DTYPE)
+        if weights is None:
+            weight = torch.tensor(float(len(x)), dtype=ACCUMULATION_DTYPE, device=x.device)
+            mean_x, mean_y = x.mean(0), y.mean(0)
+            x, y = x - mean_x, y - mean_y
+        else:
+            weights = weights.to(ACCUMULATION_DTYPE)
+            weight = weights.sum()
+            mean_x, mean_y = weights @ x / weight, weights @ y / weight
+            root = weights.sqrt()[:, None]
+            x, y = (x - mean_x).mul_(root), (y - mean_y).mul_(root)
+        return cls(len(x), weight, mean_x, mean_y, gram(x), x.T @ y, gram(y))
+
+    def add(self, other: Moments) -> None:
+        """Merge the moments of other rows into these, in place."""
+        total = self.weight + other.weight
+        if other.rows == 0 or total == 0:
+            return
+        share = other.weight / total
+        step_x, step_y = other.mean_x - self.mean_x, other.mean_y - self.mean_y
+        between = self.weight * share  # w₁·w₂ / (w₁ + w₂)
+        self.xx += other.xx + between * torch.outer(step_x, step_x)
+        self.xy += other.xy + between * torch.outer(step_x, step_y)
+        self.yy += other.yy + between * torch.outer(step_y, step_y)
+        self.mean_x = self.mean_x + share * step_x
+        self.mean_y = self.mean_y + share * step_y
+        self.weight = total
+        self.rows += other.rows
+
+    def about(self, mean_x: Tensor, mean_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(xx, xy, yy) about other means: what a map that was centred elsewhere sees of these rows."""
+        shift_x, shift_y = self.mean_x - mean_x, self.mean_y - mean_y
+        return (
+            self.xx + self.weight * torch.outer(shift_x, shift_x),
+            self.xy + self.weight * torch.outer(shift_x, shift_y),
+            self.yy + self.weight * torch.outer(shift_y, shift_y),
+        )

@@ -1,0 +1,265 @@
+"""Which blocks to replace by what: rank them by predicted damage, spend the budget, measure, adjust."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.budget import Budget
+from compressor.errors import BudgetError
+from compressor.evaluating import Evaluation, Losses, compare, window_losses
+from compressor.fitting import Calibration, Ranks, fit, fit_ladder, replacement_parameters
+from compressor.measuring import BlockProfile, Profile
+from compressor.modeling_compressor import Replacement
+from compressor.patching import patched
+from compressor.progress import Progress
+from compressor.sensitivity import Damage, Gradients, predict_damage
+from compressor.text import Text
+
+LADDER = (0.45, 0.375, 0.3125, 0.25, 0.1875, 0.125, 0.09375, 0.0625, 0.03125, 0.015625)  # ranks per width
+SAFE_NATS = 0.02  # without a budget, a block is safe when its linear map is predicted to cost less than this
+MOST_TRIALS = 7
+CLOSE_ENOUGH = 0.9  # of the budget
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a block may be touched (safe, costly, unsafe), and why, in one line."""
+
+    word: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Option:
+    """One candidate for one block."""
+
+    index: int
+    rank: int | None
+    saved: int
+    damage: float  # predicted nats per token
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One plan that was fitted and measured on the selection text."""
+
+    ranks: dict[int, int | None]
+    predicted: float
+    evaluation: Evaluation
+    fits: bool
+
+
+def judge(profile: BlockProfile, damage: Damage, limit: float = SAFE_NATS) -> Verdict:
+    """Never on R²_lin alone: rows that carry the variance, and an error outside the quadratic regime, forbid a block."""
+    if profile.top_row_share > 0.5 and profile.r2_stream < profile.r2_lin - 0.1:
+        return Verdict(
+            "unsafe",
+            f"outlier rows: 0.1 % of the rows carry {profile.top_row_share:.0%} of the variance; R²_lin "
+            f"{profile.r2_lin:.2f} falls to {profile.r2_stream:.2f} when rows count as the next norm sees them",
+        )
+    if damage.factorised > 1 and damage.factorised > 10 * damage.linear:
+        return Verdict(
+            "unsafe",
+            f"outlier errors: the two damage estimates disagree ({damage.linear:.3f} and {damage.factorised:.1f} nats)",
+        )
+    cost = f"its linear map is predicted to cost {damage.linear:.4f} nats per token"
+    return Verdict("safe" if damage.linear <= limit else "costly", cost)
+
+
+def ladder_of(width: int) -> list[int | None]:
+    """Full linear map, then fewer and fewer ranks, then the bias alone."""
+    ranks = sorted({round(width * share) for share in LADDER} - {0}, reverse=True)
+    return [None, *(r for r in ranks if 2 * r < width), 0]
+
+
+def options_of(profile: BlockProfile, damage: Damage) -> list[Option]:
+    block = profile.block
+    return [
+        Option(
+            block.index,
+            rank,
+            block.parameters - replacement_parameters(block.width, rank),
+            damage.linear if rank is None else damage.by_rank[rank].item(),
+        )
+        for rank in ladder_of(block.width)
+    ]
+
+
+def efficient(options: list[Option]) -> list[Option]:
+    """The lower convex hull of damage over parameters saved: what a price per nat could make one choose."""
+    hull: list[Option] = []
+    for option in sorted(options, key=lambda o: (o.saved, -o.damage)):
+        if option.saved <= 0:
+            continue
+        while hull and (hull[-1].damage >= option.damage or not convex(hull, option)):
+            hull.pop()
+        hull.append(option)
+    return hull
+
+
+def convex(hull: list[Option], option: Option) -> bool:
+    saved, damage = (hull[-2].saved, hull[-2].damage) if len(hull) > 1 else (0, 0.0)
+    last = hull[-1]
+    return (last.damage - damage) * (option.saved - last.saved) < (option.damage - last.damage) * (last.saved - saved)
+
+
+def sequence(hulls: list[list[Option]]) -> list[tuple[dict[int, int | None], float]]:
+    """Plans that contain each other, each one step of the best damage per parameter further, with predicted damage."""
+    steps: list[tuple[float, Option, float]] = []
+    for hull in hulls:
+        saved, damage = 0, 0.0
+        for option in hull:
+            steps.append(((option.damage - damage) / (option.saved - saved), option, option.damage - damage))
+            saved, damage = option.saved, option.damage
+    plans: list[tuple[dict[int, int | None], float]] = []
+    ranks: dict[int, int | None] = {}
+    total = 0.0
+    for _, option, more in sorted(steps, key=lambda step: (step[0], step[1].index, step[1].saved)):
+        ranks = ranks | {option.index: option.rank}
+        total += more
+        plans.append((ranks, total))
+    return plans
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to put where, why, and what it measured on the selection text. `fits` are the modules themselves."""
+
+    ranks: dict[int, int | None]
+    verdicts: dict[int, Verdict]
+    damages: dict[int, Damage]
+    selection: Evaluation
+    trials: list[Trial]
+    fits: dict[int, Replacement]
+
+
+class Planner:
+    """Search for the plan that saves most within a budget; a second search with less to spend reuses the trials."""
+
+    def __init__(
+        self,
+        model: Any,
+        profile: Profile,
+        gradients: dict[int, Gradients],
+        text: Text,
+        *,
+        budget: Budget,
+        baseline: float,
+        dtype: torch.dtype,
+        batch_size: int = 8,
+        seed: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        self.model, self.profile, self.text = model, profile, text
+        self.budget, self.dtype, self.batch_size, self.seed = budget, dtype, batch_size, seed
+        self.progress = progress or Progress()
+        self.blocks = [p.block for p in profile.blocks]
+        # Perplexities of two texts differ; what a budget means on one is carried to the other in nats per token.
+        self.limit = math.log1p(budget.dppl(baseline) / baseline)
+        self.metrics: dict[int, Tensor] = {index: g.metric for index, g in gradients.items()}
+        self.damages = {
+            p.block.index: predict_damage(
+                p, fit_ladder(p.fit, p.held, self.metrics[p.block.index]), gradients[p.block.index]
+            )
+            for p in self.progress.track("predict", profile.blocks, len(profile.blocks))
+        }
+        self.verdicts = {p.block.index: judge(p, self.damages[p.block.index], self.limit) for p in profile.blocks}
+        usable = [p for p in profile.blocks if self.verdicts[p.block.index].word != "unsafe"]
+        options = [options_of(p, self.damages[p.block.index]) for p in usable]
+        self.options = [[o for o in row if o.damage <= 2 * self.limit] for row in options]
+        self.plans = sequence([efficient(row) for row in self.options])
+        self.singles = sorted((min(row, key=lambda o: o.damage) for row in options), key=lambda o: o.damage)
+        self.before: Losses | None = None
+        self.calibration: Calibration | None = None
+        self.trials: list[Trial] = []
+        self.tried: dict[tuple[tuple[int, int | None], ...], tuple[Trial, dict[int, Replacement]]] = {}
+
+    def spend(self, evaluation: Evaluation, target: float) -> float:
+        """The share of the target used: the point estimate plus the half-width to be expected on verification text."""
+        nats = math.log1p(evaluation.delta / evaluation.baseline)
+        if self.budget.confidence > 0:
+            widths = self.text.selection.tokens / self.text.verification.tokens
+            nats += math.log1p(max(0.0, evaluation.upper - evaluation.delta) / evaluation.compressed) * widths**0.5
+        return nats / target
+
+    def attempt(self, ranks: Ranks, predicted: float, target: float) -> Trial:
+        """Fit one plan in order and measure it on the selection text."""
+        key = tuple(sorted(ranks.items()))
+        if key not in self.tried:
+            windows, step = self.text.selection.windows, "search"
+            if self.calibration is None:
+                self.calibration = Calibration(self.model, self.blocks, self.text, self.batch_size)
+                self.before = window_losses(self.model, windows, self.batch_size, self.progress, step)
+            assert self.before is not None
+            fits = fit(self.calibration, ranks, self.metrics, self.dtype, self.progress)
+            with patched(self.model, self.blocks, fits):
+                after = window_losses(self.model, windows, self.batch_size, self.progress, step)
+            evaluation = compare(self.before, after, self.budget.confidence, self.seed)
+            trial = Trial(dict(ranks), predicted, evaluation, self.spend(evaluation, target) <= 1)
+            self.trials.append(trial)
+            self.tried[key] = (trial, fits)
+            names = ", ".join(f"{i}:{name_of(r)}" for i, r in sorted(ranks.items()))
+            self.progress.say(f"  tried {names}: selection ΔPPL {evaluation.delta:+.3f}")
+        return self.tried[key][0]
+
+    def search(self, tighten: float = 1.0) -> Plan:
+        """The largest plan whose measured cost fits `tighten` times the budget, or a BudgetError that says how near."""
+        target = self.limit * tighten
+        best = bracket(
+            self.plans,
+            target,
+            lambda k: self.spend(self.attempt(*self.plans[k], target).evaluation, target),
+        )
+        if best is not None:
+            return self.plan_of(self.plans[best][0])
+        for option in self.singles[:3]:
+            trial = self.attempt({option.index: option.rank}, option.damage, target)
+            if self.spend(trial.evaluation, target) <= 1:
+                return self.plan_of(trial.ranks)
+        raise BudgetError(self.explain_failure())
+
+    def plan_of(self, ranks: Ranks) -> Plan:
+        trial, fits = self.tried[tuple(sorted(ranks.items()))]
+        return Plan(trial.ranks, self.verdicts, self.damages, trial.evaluation, self.trials, fits)
+
+    def explain_failure(self) -> str:
+        if not self.trials:
+            return "no replacement fits the budget: every block is unsafe to touch"
+        nearest = min(self.trials, key=lambda t: t.evaluation.delta)
+        names = ", ".join(f"{i} ({name_of(r)})" for i, r in sorted(nearest.ranks.items()))
+        found = nearest.evaluation
+        return (
+            f"no replacement fits the budget {self.budget}: closest was block {names} with ΔPPL {found.delta:+.3f} "
+            f"(upper end {found.upper:+.3f}) on the selection text, windows of {found.seq_len} tokens; nothing written"
+        )
+
+
+def name_of(rank: int | None) -> str:
+    return "linear" if rank is None else f"rank {rank}" if rank else "bias"
+
+
+def bracket(
+    plans: list[tuple[dict[int, int | None], float]], target: float, spend: Callable[[int], float]
+) -> int | None:
+    """The last plan of a growing sequence that spends at most 1, found by corrected prediction and bisection."""
+    low, high, scale = -1, len(plans), 1.0
+    for trial in range(MOST_TRIALS):
+        if high - low <= 1:
+            break
+        fitting = [k for k in range(low + 1, high) if scale * plans[k][1] <= target]
+        guess = max(fitting, default=low + 1) if trial % 3 != 2 else (low + high) // 2
+        used = spend(guess)
+        scale = min(max(used * target / plans[guess][1], 0.2), 20.0)
+        if used > 1:
+            high = guess
+        else:
+            low = guess
+            if used >= CLOSE_ENOUGH:
+                break
+    return low if low >= 0 else None

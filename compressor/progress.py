@@ -1,0 +1,47 @@
+"""What a user sees while a long step runs: a bar with the time left on a terminal, one line per step elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+Item = TypeVar("Item")
+
+
+class Progress:
+    """Writes to stderr, or nowhere (the default in the Python API), and remembers how long each step took."""
+
+    def __init__(self, visible: bool = False) -> None:
+        self.console = Console(stderr=True, quiet=not visible, highlight=False)
+        self.bars = visible and sys.stderr.isatty()
+        self.seconds: dict[str, float] = {}
+
+    def track(self, step: str, items: Iterable[Item], total: int, detail: str = "") -> Iterator[Item]:
+        """Yield the items of one step; steps of the same name add up in `seconds`."""
+        began = time.perf_counter()
+        label = f"{step} {detail}".rstrip()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        with Bars(*columns, console=self.console, disable=not self.bars, transient=True) as bars:
+            task = bars.add_task(label, total=total)
+            for item in items:
+                yield item
+                bars.advance(task)
+        seconds = time.perf_counter() - began
+        self.seconds[step] = self.seconds.get(step, 0.0) + seconds
+        self.say(f"{label}: {seconds:.1f} s")
+
+    def say(self, line: str) -> None:
+        self.console.print(line, markup=False, soft_wrap=True)

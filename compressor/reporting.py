@@ -1,0 +1,212 @@
+"""The record of a run (compression.json), its model card, and what a person sees on the terminal."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import transformers
+from rich.table import Table
+
+import compressor
+from compressor.budget import Budget
+from compressor.checkpoint import count_parameters
+from compressor.evaluating import Evaluation
+from compressor.measuring import BlockProfile, Profile
+from compressor.models import source_of
+from compressor.patching import specs
+from compressor.planning import Plan, Verdict
+from compressor.sensitivity import Damage
+from compressor.text import SPLITS, Text
+
+SCHEMA_VERSION = 1
+KEEP = {"kind": "keep", "rank": None, "neurons": None}
+
+
+def describe_tool() -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "tool": {"name": "compressor", "version": compressor.__version__},
+        "environment": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "safetensors": version("safetensors"),
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def describe_source(model: Any) -> dict[str, Any]:
+    source = source_of(model)
+    return {
+        "model": source.model,
+        "revision": source.revision,
+        "model_type": source.model_type,
+        "weights_sha256": source.weights_sha256,
+        "dtype": str(source.dtype).removeprefix("torch."),
+    }
+
+
+def describe_text(text: Text) -> dict[str, Any]:
+    splits = {name: getattr(text, name) for name in SPLITS}
+    described = {name: {"source": s.source, "sha256": s.sha256, "tokens": s.tokens} for name, s in splits.items()}
+    return {**described, "seq_len": text.seq_len}
+
+
+def describe_model(model: Any) -> dict[str, Any]:
+    """The record of a model that was patched through the Python API: what it is, without measurements."""
+    blocks = [{"path": path, "replacement": short(spec)} for path, spec in specs(model).items()]
+    return {
+        **describe_tool(),
+        "source": describe_source(model),
+        "parameters": {"after": count_parameters(model)},
+        "blocks": blocks,
+    }
+
+
+def short(spec: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: spec[key] for key in KEEP}
+
+
+def describe_block(
+    measured: BlockProfile, verdict: Verdict, damage: Damage, spec: Mapping[str, Any] | None, params_after: int
+) -> dict[str, Any]:
+    return {
+        "index": measured.block.index,
+        "path": measured.block.path,
+        "r2_lin": measured.r2_lin,
+        "r2_lin_ci95": list(measured.r2_lin_ci95),
+        "r2_stream": measured.r2_stream,
+        "r2_median": measured.r2_median,
+        "effective_rank": measured.effective_rank,
+        "condition_number": measured.condition_number,
+        "top_row_share": measured.top_row_share,
+        "predicted_dloss": damage.linear,
+        "predicted_dloss_factorised": damage.factorised,
+        "params_before": measured.block.parameters,
+        "params_after": params_after,
+        "verdict": verdict.word,
+        "reason": verdict.reason,
+        "replacement": short(spec) if spec else dict(KEEP),
+    }
+
+
+def describe_profile(
+    model: Any, text: Text, profile: Profile, verdicts: Mapping[int, Verdict], damages: Mapping[int, Damage]
+) -> dict[str, Any]:
+    """The record of a measurement: no budget, no replacement."""
+    return {
+        **describe_tool(),
+        "source": describe_source(model),
+        "text": describe_text(text),
+        "parameters": {"before": count_parameters(model)},
+        "rows": {"fitted": profile.rows_fitted, "held_out": profile.rows_held_out},
+        "blocks": [
+            describe_block(p, verdicts[p.block.index], damages[p.block.index], None, p.block.parameters)
+            for p in profile.blocks
+        ],
+    }
+
+
+def describe_plan(model: Any, text: Text, profile: Profile, plan: Plan, budget: Budget) -> dict[str, Any]:
+    """The record of a search: the profile, what stands where, and every plan that was tried."""
+    report = describe_profile(model, text, profile, plan.verdicts, plan.damages)
+    for entry in report["blocks"]:
+        module = plan.fits.get(entry["index"])
+        if module is not None:
+            entry["replacement"] = short(module.spec())
+            entry["params_after"] = count_parameters(module)
+    before = report["parameters"]["before"]
+    removed = sum(entry["params_before"] - entry["params_after"] for entry in report["blocks"])
+    report["parameters"] = {
+        "before": before,
+        "after": before - removed,
+        "removed": removed,
+        "removed_fraction": removed / before,
+    }
+    report["budget"] = {"max_dppl": None, "asked": str(budget), "confidence": budget.confidence}
+    report["selection"] = describe_perplexity(plan.selection)
+    report["trials"] = [
+        {
+            "replacements": {str(index): rank for index, rank in trial.ranks.items()},
+            "predicted_dloss": trial.predicted,
+            "perplexity": describe_perplexity(trial.evaluation),
+        }
+        for trial in plan.trials
+    ]
+    return report
+
+
+def describe_perplexity(evaluation: Evaluation) -> dict[str, Any]:
+    return {
+        "baseline": evaluation.baseline,
+        "compressed": evaluation.compressed,
+        "delta": evaluation.delta,
+        "delta_ci95": list(evaluation.delta_ci95),
+        "delta_upper": evaluation.upper,
+        "tokens": evaluation.tokens,
+        "seq_len": evaluation.seq_len,
+    }
+
+
+def name_replacement(replacement: Mapping[str, Any]) -> str:
+    kind = replacement["kind"]
+    return f"lowrank {replacement['rank']}" if kind == "lowrank" else "·" if kind == "keep" else str(kind)
+
+
+def block_table(report: Mapping[str, Any]) -> Table:
+    """One line per block: how linear, which verdict, what stands there now."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("block", "R²_lin", "95 % interval", "stream R²", "top rows", "verdict", "replacement", "parameters"):
+        table.add_column(name, justify="left" if name in ("verdict", "replacement") else "right", no_wrap=True)
+    for block in report["blocks"]:
+        low, high = block["r2_lin_ci95"]
+        before, after = block["params_before"], block["params_after"]
+        table.add_row(
+            str(block["index"]),
+            f"{block['r2_lin']:.3f}",
+            f"{low:.3f} … {high:.3f}",
+            f"{block['r2_stream']:.3f}",
+            f"{block['top_row_share']:.0%}",
+            block["verdict"],
+            name_replacement(block["replacement"]),
+            f"{before:,}" if after == before else f"{before:,} → {after:,} ({before / after:.1f}×)",
+            style="green" if after != before else "yellow" if block["verdict"] == "unsafe" else "",
+        )
+    return table
+
+
+def notes(report: Mapping[str, Any]) -> list[str]:
+    """What a person should not miss: which blocks must not be touched, and why; and too few rows."""
+    lines = [f"block {b['index']} is unsafe: {b['reason']}" for b in report["blocks"] if b["verdict"] == "unsafe"]
+    rows = report.get("rows", {}).get("fitted", 0)
+    wide = max((b["effective_rank"] for b in report["blocks"]), default=0)
+    if 0 < rows < 4 * wide:
+        lines.append(f"only {rows} rows were fitted: R²_lin is pessimistic; raise --calib-tokens")
+    return lines
+
+
+def perplexity_line(perplexity: Mapping[str, Any]) -> str:
+    low, high = perplexity["delta_ci95"]
+    return (
+        f"perplexity {perplexity['baseline']:.3f} → {perplexity['compressed']:.3f}  (Δ {perplexity['delta']:+.3f}, "
+        f"95 % interval {low:+.3f} … {high:+.3f}; {perplexity['tokens']:,} tokens, windows of {perplexity['seq_len']})"
+    )
+
+
+def parameters_line(parameters: Mapping[str, Any]) -> str:
+    return (
+        f"parameters {parameters['before']:,} → {parameters['after']:,}  (−{parameters['removed']:,}, "
+        f"{parameters['removed_fraction']:.2%} of the model)"
+    )
+
+
+def budget_line(report: Mapping[str, Any]) -> str:
+    budget, upper = report["budget"], report["perplexity"]["delta_upper"]
+    held = "inside" if upper <= budget["max_dppl"] else "OUTSIDE"
+    end = f"upper end at {budget['confidence']:.0%}" if budget["confidence"] else "point estimate"
+    return f"budget +{budget['max_dppl']:.3f} ({budget['asked']}): {held} ({end} {upper:+.3f})"

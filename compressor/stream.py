@@ -1,0 +1,101 @@
+"""The residual stream of some windows, carried through a model one decoder layer at a time.
+
+A block can then be fitted on the inputs that it will really get, everything before it already replaced, at the cost of
+one forward pass for all blocks together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressor.blocks import Block, hidden_of
+from compressor.evaluating import batches
+from compressor.measuring import body
+
+
+class _Reached(Exception):
+    """Raised to leave a forward pass at the first layer."""
+
+
+class Stream:
+    """Hidden states of all windows before one layer; `advance` moves them behind it."""
+
+    def __init__(self, model: Any, blocks: list[Block], windows: Tensor, batch_size: int) -> None:
+        self.layers = [model.get_submodule(block.layer_path) for block in blocks]
+        self.position = 0
+        # What a layer is called with beside the hidden states (masks, positions) depends on the batch's shape only.
+        self.calls: dict[int, list[dict[str, Any]]] = {}
+        self.states: list[Tensor] = []
+        for batch in batches(windows, batch_size):
+            batch = batch.to(model.device)
+            if len(batch) not in self.calls:
+                self.calls[len(batch)] = record_calls(model, self.layers, batch)
+            self.states.append(embed(model, self.layers[0], batch))
+
+    def copy(self) -> Stream:
+        """The same stream at the same place; it can advance on its own."""
+        other = object.__new__(Stream)
+        other.layers, other.position, other.calls = self.layers, self.position, self.calls
+        other.states = list(self.states)
+        return other
+
+    @torch.no_grad()
+    def run(self) -> list[Tensor]:
+        """Run the present layer on every batch and return what comes out, without moving on."""
+        outputs = []
+        for state in self.states:
+            call = self.calls[len(state)][self.position]
+            outputs.append(hidden_of(self.layers[self.position](state, **call)))
+        return outputs
+
+    def advance(self, to: int) -> None:
+        """Move the states to the input of layer `to`."""
+        while self.position < to:
+            self.states = self.run()
+            self.position += 1
+
+
+def bind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """Split a layer's arguments into the hidden states and the rest by name."""
+    names = list(layer.forward.__code__.co_varnames[1 : layer.forward.__code__.co_argcount])  # type: ignore[attr-defined]
+    named = dict(zip(names, args, strict=False)) | kwargs
+    hidden = named.pop("hidden_states")
+    return hidden, named
+
+
+@torch.no_grad()
+def record_calls(model: Any, layers: list[nn.Module], batch: Tensor) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
+
+    def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(bind(layer, args, kwargs)[1])
+
+    handles = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
+    try:
+        body(model)(input_ids=batch, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+@torch.no_grad()
+def embed(model: Any, first: nn.Module, batch: Tensor) -> Tensor:
+    """The hidden states that enter the first layer."""
+    states: list[Tensor] = []
+
+    def stop(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states.append(bind(layer, args, kwargs)[0])
+        raise _Reached
+
+    handle = first.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        body(model)(input_ids=batch, use_cache=False)
+    except _Reached:
+        pass
+    finally:
+        handle.remove()
+    return states[0]

@@ -1,0 +1,195 @@
+"""Text as windows of tokens in three disjoint splits: fit on the first, search on the second, report the third."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.errors import InputError
+from compressor.hub import require_hub
+
+DEMO_TEXT = Path(__file__).parent / "demo" / "text"
+HUB_TEXTS = {"wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
+SPLITS = ("calibration", "selection", "verification")
+HUB_SPLITS = ("train", "validation", "test")
+CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS = 24_576, 8_192, 16_384
+HELD_OUT_EVERY = 5  # every fifth calibration window is held out of the fit: it chooses ridges and measures R²
+PIECE = 1_000_000  # characters tokenised at a time
+CHARACTERS_PER_TOKEN = 64  # a text longer than this per wanted token is thinned before it is tokenised
+
+
+@dataclass(frozen=True)
+class Split:
+    """Windows of consecutive tokens [windows, seq_len], and where they came from."""
+
+    windows: Tensor
+    source: str
+
+    @property
+    def tokens(self) -> int:
+        return self.windows.numel()
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.windows.numpy().astype("<i8").tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Text:
+    """Three splits of the same window length; no window is in two of them."""
+
+    calibration: Split
+    selection: Split
+    verification: Split
+
+    @property
+    def seq_len(self) -> int:
+        return self.calibration.windows.shape[1]
+
+    @property
+    def fitting(self) -> Tensor:
+        """The calibration windows that maps are fitted on."""
+        index = torch.arange(len(self.calibration.windows))
+        return self.calibration.windows[index % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
+
+    @property
+    def held_out(self) -> Tensor:
+        """The calibration windows that no map is fitted on."""
+        return self.calibration.windows[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+
+
+def load_text(
+    text: str | Path | Sequence[str | Path],
+    tokenizer: Any,
+    *,
+    seq_len: int = 512,
+    calib_tokens: int = CALIBRATION_TOKENS,
+    select_tokens: int = SELECTION_TOKENS,
+    verify_tokens: int = VERIFICATION_TOKENS,
+    seed: int = 0,
+) -> Text:
+    """Read `demo`, `wikitext2`, `hub:OWNER/NAME[:CONFIG]`, or UTF-8 files, and cut them into windows.
+
+    A hub data set gives its train, validation and test splits. Of every file the first part goes to calibration, the
+    middle to selection and the end to verification. The seed picks the windows when there are more than needed.
+    """
+    if seq_len < 2:
+        raise InputError(f"--seq-len must be at least 2, got {seq_len}; try --seq-len 256")
+    names = [str(name) for name in ([text] if isinstance(text, (str, Path)) else text)]
+    minimum = {"calib": HELD_OUT_EVERY, "select": 1, "verify": 2}  # windows; two give the bootstrap something to draw
+    asked = {"calib": calib_tokens, "select": select_tokens, "verify": verify_tokens}
+    for name, tokens in asked.items():
+        if tokens < minimum[name] * seq_len:
+            least = minimum[name] * seq_len
+            raise InputError(f"--{name}-tokens must be at least {least} at --seq-len {seq_len}, got {tokens}")
+    wanted = [tokens // seq_len for tokens in asked.values()]
+    limit = CHARACTERS_PER_TOKEN * sum(asked.values())
+    prefix = bos_prefix(tokenizer)
+    pools: list[list[Tensor]] = [[], [], []]
+    for name in names:
+        if name in HUB_TEXTS or name.startswith("hub:"):
+            for pool, content in zip(pools, read_hub(name), strict=True):
+                pool.append(cut(thin(content, limit), tokenizer, seq_len, prefix))
+        else:
+            for file in files_of(name):
+                windows = cut(thin(read_file(file), limit), tokenizer, seq_len, prefix)
+                first = len(windows) * wanted[0] // sum(wanted)
+                second = len(windows) * (wanted[0] + wanted[1]) // sum(wanted)
+                for pool, part in zip(pools, windows.tensor_split([first, second]), strict=True):
+                    pool.append(part)
+    splits = [torch.cat(pool) for pool in pools]
+    if any(len(have) < need for have, need in zip(splits, wanted, strict=True)):
+        have, need = (sum(len(s) for s in splits) * seq_len, sum(wanted) * seq_len)
+        raise InputError(
+            f"text {', '.join(names)} is too short: it has {have} tokens in whole windows of {seq_len}, the splits need "
+            f"{need} (calibration {calib_tokens}, selection {select_tokens}, verification {verify_tokens}); give more "
+            "text, or lower --calib-tokens, --select-tokens or --verify-tokens"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    chosen = [
+        windows[torch.randperm(len(windows), generator=generator)[:need].sort().values]
+        for windows, need in zip(splits, wanted, strict=True)
+    ]
+    return Text(*(Split(windows, ", ".join(names)) for windows in chosen))
+
+
+def files_of(name: str) -> list[Path]:
+    if name == "demo":
+        return sorted(DEMO_TEXT.glob("*.txt"))
+    path = Path(name).expanduser()
+    if not path.exists():
+        hints = ", ".join(["demo", *HUB_TEXTS, "hub:OWNER/NAME"])
+        raise InputError(f"text file {name} does not exist; give a UTF-8 file, or one of {hints}")
+    if path.is_dir():
+        raise InputError(f"text {name} is a directory; give one or more UTF-8 files")
+    return [path]
+
+
+def read_file(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"text file {path} cannot be read: {error.strerror}") from error
+    if not data.strip():
+        raise InputError(f"text file {path} is empty")
+    if b"\0" in data:
+        raise InputError(f"text file {path} is binary; give a UTF-8 text file")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"text file {path} is not UTF-8 (byte {error.start}); convert it to UTF-8") from error
+
+
+def read_hub(name: str) -> list[str]:
+    """The train, validation and test text of a hub data set."""
+    repo, _, config = name.removeprefix("hub:").partition(":")
+    if name in HUB_TEXTS:
+        repo, config = HUB_TEXTS[name]
+    require_hub(f"data set {repo}", "--text PATH for a local file, or --text demo for the built-in text")
+    import datasets
+
+    try:
+        parts = [datasets.load_dataset(repo, config or None, split=split) for split in HUB_SPLITS]
+    except Exception as error:  # datasets raises a dozen unrelated types for a missing set, config or split
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"data set {repo} cannot be loaded: {reason}; use --text PATH for a local file") from error
+    if "text" not in parts[0].column_names:
+        raise InputError(f"data set {repo} has no column 'text' (it has {', '.join(parts[0].column_names)})")
+    return ["".join(line if line.endswith("\n") else line + "\n" for line in part["text"]) for part in parts]
+
+
+def thin(text: str, limit: int, slices: int = 64) -> str:
+    """At most about `limit` characters: evenly spaced slices of a longer text, cut at line ends."""
+    if len(text) <= limit:
+        return text
+    step, size = len(text) // slices, limit // slices
+    kept = (text[i * step : i * step + size] for i in range(slices))
+    return "".join(piece[: piece.rfind("\n") + 1] or piece for piece in kept)
+
+
+def bos_prefix(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before a text: a window starts as a text would (Gemma breaks down without its <bos>)."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
+
+
+def cut(text: str, tokenizer: Any, seq_len: int, prefix: list[int]) -> Tensor:
+    """Whole windows of `seq_len` tokens, the prefix included; the rest at the end is dropped."""
+    ids: list[int] = []
+    start = 0
+    while start < len(text):
+        stop = start + PIECE
+        if stop < len(text):
+            stop = text.rfind("\n", start, stop) + 1 or stop
+        ids += tokenizer(text[start:stop], add_special_tokens=False, verbose=False)["input_ids"]
+        start = stop
+    body = seq_len - len(prefix)
+    count = len(ids) // body
+    windows = torch.tensor(ids[: count * body], dtype=torch.long).reshape(count, body)
+    return torch.cat([torch.tensor(prefix, dtype=torch.long).expand(count, -1), windows], dim=1)

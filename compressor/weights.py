@@ -1,0 +1,107 @@
+"""The safetensors files of a model directory: which they are, what they hold, and their hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from compressor.errors import InputError
+from compressor.hub import Snapshot, add_files, reason_of
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+STORAGE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def read_json(path: Path, model: str) -> dict[str, Any]:
+    if not path.is_file():
+        adapter = (path.parent / "adapter_config.json").is_file()
+        remedy = "merge the adapter into its base model first" if adapter else "give the directory of a saved model"
+        raise InputError(f"{model} has no {path.name}; {remedy}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path.name} of {model} cannot be read: {reason_of(error)}; save the model again") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path.name} of {model} is not a JSON object; save the model again")
+    return content
+
+
+def find_shards(directory: Path, model: str, snapshot: Snapshot | None) -> list[Path]:
+    """The safetensors files from_pretrained will read, downloaded if need be."""
+    names = [SINGLE]
+    if (directory / INDEX).is_file() and not (directory / SINGLE).is_file():
+        table = read_json(directory / INDEX, model).get("weight_map")
+        if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
+            raise InputError(f"{INDEX} of {model} has no weight_map; save the model again")
+        names = sorted(set(table.values()))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise InputError(
+            f"{INDEX} of {model} names {outside[0]!r}, which is outside the directory; save the model again"
+        )
+    if snapshot:
+        add_files(snapshot, names)
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing and missing != [SINGLE]:
+        raise InputError(f"{model} lacks {missing[0]}, which its {INDEX} names; copy or download it again")
+    if missing:
+        pickled = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
+        if pickled:
+            raise InputError(
+                f"{model} has only pickle weights ({pickled[0]}), which can run code; convert to safetensors"
+            )
+        raise InputError(f"{model} has no safetensors weights; it needs {SINGLE}, or shards with {INDEX}")
+    return [directory / name for name in names]
+
+
+def inspect_weights(shards: list[Path], model: str) -> tuple[torch.dtype, str]:
+    """The dtype that holds most of the floating-point bytes, and the hash of all tensors."""
+    place: dict[str, Path] = {}
+    sizes: Counter[torch.dtype] = Counter()
+    for shard in shards:
+        with open_shard(shard, model) as file:
+            for name in file.keys():  # noqa: SIM118  it is not a mapping
+                place[name] = shard
+                part = file.get_slice(name)
+                dtype = STORAGE_DTYPES.get(part.get_dtype())
+                if dtype:
+                    sizes[dtype] += dtype.itemsize * torch.Size(part.get_shape()).numel()
+    if not sizes:
+        raise InputError(f"{model} has no floating-point weights; give an unquantised model")
+    return sizes.most_common(1)[0][0], digest(read_tensors(place, model))
+
+
+def open_shard(shard: Path, model: str) -> Any:
+    """The open file; its header and its length are checked here, so a truncated file does not get further."""
+    try:
+        return safe_open(shard, framework="pt")
+    except (SafetensorError, OSError) as error:
+        with shard.open("rb") as file:
+            pointer = file.read(40).startswith(b"version https://git-lfs")
+        reason = "only a Git LFS pointer" if pointer else f"damaged ({reason_of(error)})"
+        raise InputError(f"{shard.name} of {model} is {reason}; copy or download it again") from error
+
+
+def read_tensors(place: dict[str, Path], model: str) -> Iterator[tuple[str, Tensor]]:
+    files = {path: open_shard(path, model) for path in set(place.values())}
+    for name in sorted(place):
+        yield name, files[place[name]].get_tensor(name)
+
+
+def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 of named tensors in the given order, one tensor in memory at a time."""
+    sha = hashlib.sha256()
+    for name, tensor in tensors:
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()

@@ -1,0 +1,210 @@
+"""Tiny random models of every family the package knows, some that it finds by itself, and some that it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+
+from compressor.blocks import find_blocks
+from compressor.checkpoint import write_checkpoint
+from compressor.modeling_compressor import Replacement
+from compressor.patching import patch
+
+VOCAB = 300
+WIDTH = 32
+SEED = 0
+
+# Herman Melville, Moby-Dick (1851), public domain.
+TEXT = """Call me Ishmael. Some years ago - never mind how long precisely - having little or no money in my purse, and
+nothing particular to interest me on shore, I thought I would sail about a little and see the watery part of the world.
+It is a way I have of driving off the spleen, and regulating the circulation. Whenever I find myself growing grim about
+the mouth; whenever it is a damp, drizzly November in my soul; whenever I find myself involuntarily pausing before
+coffin warehouses, and bringing up the rear of every funeral I meet; then, I account it high time to get to sea."""
+
+CHAT_TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+
+# What most families call their sizes; two key-value heads where there are four heads, three layers.
+USUAL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+WITHOUT_GROUPS = {key: value for key, value in USUAL.items() if key != "num_key_value_heads"}
+TOKENS = {key: USUAL[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+GPT_J = {**TOKENS, "n_embd": WIDTH, "n_inner": 48, "n_layer": 3, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
+BLOOM = {**TOKENS, "hidden_size": WIDTH, "n_layer": 3, "n_head": 4}
+FALCON = {**WITHOUT_GROUPS, "ffn_hidden_size": 48, "alibi": False}
+OPT = {**WITHOUT_GROUPS, "ffn_dim": 48, "word_embed_proj_dim": WIDTH}
+XGLM = {**TOKENS, "d_model": WIDTH, "ffn_dim": 48, "num_layers": 3, "attention_heads": 4, "max_position_embeddings": 64}
+VISION = {**WITHOUT_GROUPS, "image_size": 28, "patch_size": 14}
+MIXTURE = {**USUAL, "num_local_experts": 2, "num_experts_per_tok": 1}
+
+# name → (model type, config settings, path of the layers, name of the FFN in the layer)
+ROWS: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "bloom": ("bloom", BLOOM, "transformer.h", "mlp"),
+    "falcon": ("falcon", FALCON, "transformer.h", "mlp"),
+    "falcon-sequential": ("falcon", {**FALCON, "parallel_attn": False, "bias": True}, "transformer.h", "mlp"),
+    "falcon-new": ("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}, "transformer.h", "mlp"),
+    "gemma2": ("gemma2", {**USUAL, "head_dim": 8}, "model.layers", "mlp"),
+    "gemma3": ("gemma3_text", {**USUAL, "head_dim": 8}, "model.layers", "mlp"),
+    "glm4": ("glm4", {**USUAL, "head_dim": 8}, "model.layers", "mlp"),
+    "gpt2": ("gpt2", {**GPT_J, "rotary_dim": None}, "transformer.h", "mlp"),
+    "gpt_neo": (
+        "gpt_neo",
+        {**WITHOUT_GROUPS, "num_heads": 4, "attention_types": [[["global", "local"], 1], [["global"], 1]]},
+        "transformer.h",
+        "mlp",
+    ),
+    "gpt_neox": ("gpt_neox", WITHOUT_GROUPS, "gpt_neox.layers", "mlp"),
+    "gpt_neox-sequential": ("gpt_neox", {**WITHOUT_GROUPS, "use_parallel_residual": False}, "gpt_neox.layers", "mlp"),
+    "gptj": ("gptj", GPT_J, "transformer.h", "mlp"),
+    "granite": ("granite", USUAL, "model.layers", "mlp"),
+    "llama": ("llama", {**USUAL, "tie_word_embeddings": True, "mlp_bias": True}, "model.layers", "mlp"),
+    "mistral": ("mistral", USUAL, "model.layers", "mlp"),
+    "mpt": (
+        "mpt",
+        {**TOKENS, "d_model": WIDTH, "n_heads": 4, "n_layers": 3, "max_seq_len": 64},
+        "transformer.blocks",
+        "ffn",
+    ),
+    "olmo2": ("olmo2", USUAL, "model.layers", "mlp"),
+    "opt": ("opt", OPT, "model.decoder.layers", "fc1"),
+    "opt-350m": (
+        "opt",
+        {**OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+        "model.decoder.layers",
+        "fc1",
+    ),
+    "phi": ("phi", USUAL, "model.layers", "mlp"),
+    "phi3": ("phi3", USUAL, "model.layers", "mlp"),
+    "qwen2": ("qwen2", USUAL, "model.layers", "mlp"),
+    "qwen3": ("qwen3", {**USUAL, "head_dim": 8}, "model.layers", "mlp"),
+    "smollm3": ("smollm3", USUAL, "model.layers", "mlp"),
+    "stablelm": ("stablelm", USUAL, "model.layers", "mlp"),
+    "starcoder2": ("starcoder2", USUAL, "model.layers", "mlp"),
+    # Families without a row in the table of architectures.
+    "biogpt": ("biogpt", WITHOUT_GROUPS, "biogpt.layers", "fc1"),
+    "codegen": ("codegen", GPT_J, "transformer.h", "mlp"),
+    "cohere": ("cohere", USUAL, "model.layers", "mlp"),
+    "persimmon": ("persimmon", USUAL, "model.layers", "mlp"),
+    "xglm": ("xglm", XGLM, "model.layers", "fc1"),
+    # A language model inside a larger one.
+    "gemma3-vision": (
+        "gemma3",
+        {"text_config": {**USUAL, "head_dim": 8}, "vision_config": VISION, "mm_tokens_per_image": 4},
+        "model.language_model.layers",
+        "mlp",
+    ),
+}
+FAMILIES = list(ROWS)
+
+RANKS = {0: None, 1: 3, 2: 0}  # block → rank: a dense map, a low rank, the bias alone
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "mixtral": MIXTURE,
+    "gpt_oss": {**MIXTURE, "head_dim": 8},
+    "bert": {**WITHOUT_GROUPS, "is_decoder": True},
+    "t5": {**TOKENS, "d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+    "bart": {
+        **TOKENS,
+        "d_model": WIDTH,
+        **{f"{half}_{size}": n for half in ("encoder", "decoder") for size, n in (("layers", 2), ("ffn_dim", 48))},
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+    },
+}
+
+
+def tiny_model(family: str, **settings: Any) -> Any:
+    """A seeded float32 model in evaluation mode, in which no parameter is zero or one throughout."""
+    model_type, usual = (ROWS[family][0], ROWS[family][1]) if family in ROWS else (family, REFUSED[family])
+    config = transformers.AutoConfig.for_model(model_type, **{**usual, **settings})
+    encoder_decoder = config.is_encoder_decoder
+    auto = transformers.AutoModelForSeq2SeqLM if encoder_decoder else transformers.AutoModelForCausalLM
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(SEED)
+        model = auto.from_config(config, dtype=torch.float32).eval()
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    return model
+
+
+def tiny_tokenizer(vocab: int = VOCAB) -> transformers.PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer, trained here, with a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT.splitlines(), trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<end>", eos_token="<end>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def save_tiny(family: str, directory: Path) -> Any:
+    """Write a tiny model and its tokenizer as a stock checkpoint; return the model."""
+    model = tiny_model(family)
+    model.save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return model
+
+
+def tokens(batch: int = 2, length: int = 9) -> Tensor:
+    return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(SEED))
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    output: Tensor = model(tokens()).logits
+    return output
+
+
+def random_replacement(block: Any, rank: int | None) -> Replacement:
+    module = Replacement(block.width, rank, block.residual_inside)
+    generator = torch.Generator().manual_seed(block.index)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    return module
+
+
+def compressed(family: str, ranks: dict[int, int | None] = RANKS, **settings: Any) -> Any:
+    """A tiny model with random replacements."""
+    model = tiny_model(family, **settings)
+    blocks = find_blocks(model)
+    patch(model, blocks, {index: random_replacement(blocks[index], rank) for index, rank in ranks.items()})
+    return model
+
+
+def write(model: Any, directory: Path, **options: Any) -> Path:
+    """Write a checkpoint of the model into a new directory."""
+    directory.mkdir()
+    write_checkpoint(model, tiny_tokenizer(), directory, **{"dtype": None, **options})
+    return directory
+
+
+def stored(directory: Path) -> dict[str, Tensor]:
+    """Every tensor in the checkpoint's files."""
+    tensors = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "pt") as handle:
+            tensors.update({name: handle.get_tensor(name) for name in handle.keys()})  # noqa: SIM118
+    return tensors
