@@ -55,6 +55,11 @@ def refuse_unsavable(model: Any, directory: Path) -> None:
     if getattr(model, "hf_quantizer", None) is not None:
         method = model.hf_quantizer.quantization_config.quant_method
         raise InputError(f"the model is quantized ({method}) and cannot be written; load unquantized weights instead")
+    refuse_foreign_code(model)
+
+
+def refuse_foreign_code(model: Any) -> None:
+    """A checkpoint of a model that brings its own code could not be loaded again by the stock classes."""
     if not type(model).__module__.startswith("transformers."):
         name = type(model).__name__
         raise InputError(f"{name} is code from outside transformers and cannot be written; use a built-in model type")

@@ -46,11 +46,11 @@ class Evaluation:
 
 
 def batches(windows: Tensor, size: int) -> list[Tensor]:
-    return list(windows.split(max(1, size)))
+    return [windows[start : start + size] for start in range(0, len(windows), size)]
 
 
 def logits_batch(model: Any, seq_len: int, batch_size: int) -> int:
-    vocabulary = model.get_output_embeddings().weight.shape[0]
+    vocabulary: int = model.get_output_embeddings().weight.shape[0]
     return max(1, min(batch_size, LOGITS_BYTES // (4 * seq_len * vocabulary)))
 
 

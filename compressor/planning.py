@@ -7,22 +7,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from compressor.blocks import find_blocks
 from compressor.budget import Budget
-from compressor.errors import BudgetError
+from compressor.errors import BudgetError, InputError
 from compressor.evaluating import Evaluation, Losses, compare, window_losses
 from compressor.fitting import Calibration, Ranks, fit, fit_ladder, replacement_parameters
 from compressor.measuring import BlockProfile, Profile
 from compressor.modeling_compressor import Replacement
-from compressor.patching import patched
+from compressor.models import source_of
+from compressor.patching import patch, patched
 from compressor.progress import Progress
-from compressor.sensitivity import Damage, Gradients, predict_damage
+from compressor.sensitivity import Damage, predict_damage, sample_gradients
 from compressor.text import Text
 
 LADDER = (0.45, 0.375, 0.3125, 0.25, 0.1875, 0.125, 0.09375, 0.0625, 0.03125, 0.015625)  # ranks per width
 SAFE_NATS = 0.02  # without a budget, a block is safe when its linear map is predicted to cost less than this
+OUTLIER_GAP = 0.2  # R²_lin above the stream-weighted one by this much rests on a few rows
 MOST_TRIALS = 7
 CLOSE_ENOUGH = 0.9  # of the budget
 
@@ -56,12 +58,13 @@ class Trial:
 
 
 def judge(profile: BlockProfile, damage: Damage, limit: float = SAFE_NATS) -> Verdict:
-    """Never on R²_lin alone: rows that carry the variance, and an error outside the quadratic regime, forbid a block."""
-    if profile.top_row_share > 0.5 and profile.r2_stream < profile.r2_lin - 0.1:
+    """Never on R²_lin alone: outlier rows, and an error far outside the quadratic regime, forbid a block."""
+    if profile.r2_stream < profile.r2_lin - OUTLIER_GAP:
         return Verdict(
             "unsafe",
-            f"outlier rows: 0.1 % of the rows carry {profile.top_row_share:.0%} of the variance; R²_lin "
-            f"{profile.r2_lin:.2f} falls to {profile.r2_stream:.2f} when rows count as the next norm sees them",
+            f"outlier rows: R²_lin {profile.r2_lin:.2f} falls to {profile.r2_stream:.2f} when rows count as the next "
+            f"norm sees them (0.1 % of the rows carry {profile.top_row_share:.0%} of the variance, effective rank "
+            f"{profile.effective_rank:.1f})",
         )
     if damage.factorised > 1 and damage.factorised > 10 * damage.linear:
         return Verdict(
@@ -70,6 +73,20 @@ def judge(profile: BlockProfile, damage: Damage, limit: float = SAFE_NATS) -> Ve
         )
     cost = f"its linear map is predicted to cost {damage.linear:.4f} nats per token"
     return Verdict("safe" if damage.linear <= limit else "costly", cost)
+
+
+def predict(
+    model: Any, profile: Profile, text: Text, progress: Progress
+) -> tuple[dict[int, Tensor], dict[int, Damage]]:
+    """The output metric and the predicted damage of every block, from one backward pass over held-out windows."""
+    gradients = sample_gradients(model, [p.block for p in profile.blocks], text.held_out, progress)
+    metrics: dict[int, Tensor] = {}
+    damages: dict[int, Damage] = {}
+    for p in progress.track("predict", profile.blocks, len(profile.blocks)):
+        rows = gradients.pop(p.block.index)
+        metrics[p.block.index] = rows.metric
+        damages[p.block.index] = predict_damage(p, fit_ladder(p.fit, p.held, rows.metric), rows)
+    return metrics, damages
 
 
 def ladder_of(width: int) -> list[int | None]:
@@ -146,29 +163,23 @@ class Planner:
         self,
         model: Any,
         profile: Profile,
-        gradients: dict[int, Gradients],
         text: Text,
-        *,
         budget: Budget,
-        baseline: float,
-        dtype: torch.dtype,
+        *,
         batch_size: int = 8,
         seed: int = 0,
         progress: Progress | None = None,
     ) -> None:
-        self.model, self.profile, self.text = model, profile, text
-        self.budget, self.dtype, self.batch_size, self.seed = budget, dtype, batch_size, seed
+        self.model, self.text = model, text
+        self.budget, self.batch_size, self.seed = budget, batch_size, seed
         self.progress = progress or Progress()
+        self.dtype = source_of(model).dtype
         self.blocks = [p.block for p in profile.blocks]
+        self.metrics, self.damages = predict(model, profile, text, self.progress)
+        self.verified = window_losses(model, text.verification.windows, batch_size, self.progress, "verify")
         # Perplexities of two texts differ; what a budget means on one is carried to the other in nats per token.
-        self.limit = math.log1p(budget.dppl(baseline) / baseline)
-        self.metrics: dict[int, Tensor] = {index: g.metric for index, g in gradients.items()}
-        self.damages = {
-            p.block.index: predict_damage(
-                p, fit_ladder(p.fit, p.held, self.metrics[p.block.index]), gradients[p.block.index]
-            )
-            for p in self.progress.track("predict", profile.blocks, len(profile.blocks))
-        }
+        self.allowed = budget.dppl(self.verified.perplexity)
+        self.limit = math.log1p(self.allowed / self.verified.perplexity)
         self.verdicts = {p.block.index: judge(p, self.damages[p.block.index], self.limit) for p in profile.blocks}
         usable = [p for p in profile.blocks if self.verdicts[p.block.index].word != "unsafe"]
         options = [options_of(p, self.damages[p.block.index]) for p in usable]
@@ -224,6 +235,13 @@ class Planner:
                 return self.plan_of(trial.ranks)
         raise BudgetError(self.explain_failure())
 
+    def verify(self, plan: Plan) -> Evaluation:
+        """The plan's cost on the verification text, which no search has seen."""
+        windows = self.text.verification.windows
+        with patched(self.model, self.blocks, plan.fits):
+            after = window_losses(self.model, windows, self.batch_size, self.progress, "verify")
+        return compare(self.verified, after, self.budget.confidence, self.seed)
+
     def plan_of(self, ranks: Ranks) -> Plan:
         trial, fits = self.tried[tuple(sorted(ranks.items()))]
         return Plan(trial.ranks, self.verdicts, self.damages, trial.evaluation, self.trials, fits)
@@ -263,3 +281,49 @@ def bracket(
             if used >= CLOSE_ENOUGH:
                 break
     return low if low >= 0 else None
+
+
+def plan(
+    model: Any,
+    profile: Profile,
+    text: Text,
+    *,
+    max_dppl: str | float,
+    confidence: float = 0.95,
+    batch_size: int = 8,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Plan:
+    """Search for the largest plan inside the budget. The model is left as it was; BudgetError when nothing fits."""
+    budget = Budget.parse(max_dppl, confidence)
+    planner = Planner(model, profile, text, budget, batch_size=batch_size, seed=seed, progress=progress)
+    return planner.search()
+
+
+def fit_ranks(
+    model: Any, ranks: Ranks, text: Text, *, batch_size: int = 8, progress: Progress | None = None
+) -> dict[int, Replacement]:
+    """The replacements that a search would fit for these ranks; the model is left as it was."""
+    progress = progress or Progress()
+    blocks = find_blocks(model)
+    known = {block.index: block.width for block in blocks}
+    for index, rank in ranks.items():
+        if index not in known:
+            raise InputError(f"the plan replaces block {index}, but the model has blocks 0 to {len(blocks) - 1}")
+        if rank is not None and rank > known[index]:
+            raise InputError(f"the plan wants rank {rank} in block {index}, whose width is {known[index]}")
+    metrics: dict[int, Tensor] = {}
+    if any(ranks.values()):  # only low-rank maps weigh their output directions
+        gradients = sample_gradients(model, blocks, text.held_out, progress)
+        metrics = {index: g.metric for index, g in gradients.items()}
+    calibration = Calibration(model, blocks, text, batch_size)
+    return fit(calibration, ranks, metrics, source_of(model).dtype, progress)
+
+
+def apply(model: Any, plan: Plan | Ranks, text: Text, *, batch_size: int = 8, progress: Progress | None = None) -> Any:
+    """Put the replacements of a plan into the model, for good. Given ranks alone, they are fitted first."""
+    fits = (
+        plan.fits if isinstance(plan, Plan) else fit_ranks(model, plan, text, batch_size=batch_size, progress=progress)
+    )
+    patch(model, find_blocks(model), fits)
+    return model

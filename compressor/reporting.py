@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ import transformers
 from rich.table import Table
 
 import compressor
-from compressor.budget import Budget
 from compressor.checkpoint import count_parameters
 from compressor.evaluating import Evaluation
 from compressor.measuring import BlockProfile, Profile
+from compressor.modeling_compressor import Replacement
 from compressor.models import source_of
 from compressor.patching import specs
 from compressor.planning import Plan, Verdict
@@ -72,9 +73,7 @@ def short(spec: Mapping[str, Any]) -> dict[str, Any]:
     return {key: spec[key] for key in KEEP}
 
 
-def describe_block(
-    measured: BlockProfile, verdict: Verdict, damage: Damage, spec: Mapping[str, Any] | None, params_after: int
-) -> dict[str, Any]:
+def describe_block(measured: BlockProfile, verdict: Verdict, damage: Damage) -> dict[str, Any]:
     return {
         "index": measured.block.index,
         "path": measured.block.path,
@@ -88,10 +87,10 @@ def describe_block(
         "predicted_dloss": damage.linear,
         "predicted_dloss_factorised": damage.factorised,
         "params_before": measured.block.parameters,
-        "params_after": params_after,
+        "params_after": measured.block.parameters,
         "verdict": verdict.word,
         "reason": verdict.reason,
-        "replacement": short(spec) if spec else dict(KEEP),
+        "replacement": dict(KEEP),
     }
 
 
@@ -105,32 +104,27 @@ def describe_profile(
         "text": describe_text(text),
         "parameters": {"before": count_parameters(model)},
         "rows": {"fitted": profile.rows_fitted, "held_out": profile.rows_held_out},
-        "blocks": [
-            describe_block(p, verdicts[p.block.index], damages[p.block.index], None, p.block.parameters)
-            for p in profile.blocks
-        ],
+        "blocks": [describe_block(p, verdicts[p.block.index], damages[p.block.index]) for p in profile.blocks],
     }
 
 
-def describe_plan(model: Any, text: Text, profile: Profile, plan: Plan, budget: Budget) -> dict[str, Any]:
-    """The record of a search: the profile, what stands where, and every plan that was tried."""
-    report = describe_profile(model, text, profile, plan.verdicts, plan.damages)
+def put_replacements(report: dict[str, Any], fits: Mapping[int, Replacement]) -> dict[str, Any]:
+    """The record with these replacements in its blocks, and the parameters they leave."""
+    blocks = []
     for entry in report["blocks"]:
-        module = plan.fits.get(entry["index"])
-        if module is not None:
-            entry["replacement"] = short(module.spec())
-            entry["params_after"] = count_parameters(module)
+        module = fits.get(entry["index"])
+        after = entry["params_before"] if module is None else count_parameters(module)
+        now = dict(KEEP) if module is None else short(module.spec())
+        blocks.append({**entry, "params_after": after, "replacement": now})
     before = report["parameters"]["before"]
-    removed = sum(entry["params_before"] - entry["params_after"] for entry in report["blocks"])
-    report["parameters"] = {
-        "before": before,
-        "after": before - removed,
-        "removed": removed,
-        "removed_fraction": removed / before,
-    }
-    report["budget"] = {"max_dppl": None, "asked": str(budget), "confidence": budget.confidence}
-    report["selection"] = describe_perplexity(plan.selection)
-    report["trials"] = [
+    removed = sum(entry["params_before"] - entry["params_after"] for entry in blocks)
+    left = {"after": before - removed, "removed": removed, "removed_fraction": removed / before}
+    return {**report, "blocks": blocks, "parameters": {"before": before, **left}}
+
+
+def describe_plan(report: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """The record of a search: the profile, what stands where, and every plan that was tried."""
+    trials = [
         {
             "replacements": {str(index): rank for index, rank in trial.ranks.items()},
             "predicted_dloss": trial.predicted,
@@ -138,7 +132,7 @@ def describe_plan(model: Any, text: Text, profile: Profile, plan: Plan, budget: 
         }
         for trial in plan.trials
     ]
-    return report
+    return {**put_replacements(report, plan.fits), "selection": describe_perplexity(plan.selection), "trials": trials}
 
 
 def describe_perplexity(evaluation: Evaluation) -> dict[str, Any]:
@@ -210,3 +204,45 @@ def budget_line(report: Mapping[str, Any]) -> str:
     held = "inside" if upper <= budget["max_dppl"] else "OUTSIDE"
     end = f"upper end at {budget['confidence']:.0%}" if budget["confidence"] else "point estimate"
     return f"budget +{budget['max_dppl']:.3f} ({budget['asked']}): {held} ({end} {upper:+.3f})"
+
+
+def profile_lines(report: Mapping[str, Any]) -> list[str]:
+    rows, text = report["rows"], report["text"]
+    where = f"{rows['fitted']:,} rows fitted, {rows['held_out']:,} held out; windows of {text['seq_len']} tokens"
+    return [*notes(report), f"{where}; text {text['calibration']['source']}"]
+
+
+def plan_lines(report: Mapping[str, Any], file: Path) -> list[str]:
+    selection = f"selection text: {perplexity_line(report['selection'])}"
+    return [*notes(report), selection, parameters_line(report["parameters"]), f"plan: {file}"]
+
+
+def result_lines(report: Mapping[str, Any]) -> list[str]:
+    figures = [perplexity_line(report["perplexity"]), parameters_line(report["parameters"]), budget_line(report)]
+    return [*notes(report), *replaced_lines(report), *figures, f"written to {report['out']}"]
+
+
+def replaced_lines(report: Mapping[str, Any]) -> list[str]:
+    return [
+        f"block {b['index']}: FFN of {b['params_before']:,} parameters → {name_replacement(b['replacement'])} of "
+        f"{b['params_after']:,} ({b['params_before'] / b['params_after']:.1f}× fewer)"
+        for b in report["blocks"]
+        if b["params_after"] != b["params_before"]
+    ]
+
+
+def check_lines(report: Mapping[str, Any]) -> list[str]:
+    verdict = "passed" if report["passed"] else "FAILED: the budget is missed"
+    warnings = [f"warning: {warning}" for warning in report["warnings"]]
+    figures = [perplexity_line(report["perplexity"]), parameters_line(report["parameters"]), budget_line(report)]
+    return [*warnings, *figures, verdict]
+
+
+def info_lines(record: Mapping[str, Any]) -> list[str]:
+    source, tool = record["source"], record["tool"]
+    lines = [f"made from {source.get('model')} ({source.get('model_type')}) by compressor {tool.get('version')}"]
+    if "perplexity" in record:
+        figures = [perplexity_line(record["perplexity"]), parameters_line(record["parameters"]), budget_line(record)]
+        return [*lines, *notes(record), *figures]
+    replaced = [f"{b['path']}: {name_replacement(b['replacement'])}" for b in record["blocks"]]
+    return [*lines, *replaced, "no measurements are recorded: it was saved through the Python API"]

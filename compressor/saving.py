@@ -47,8 +47,11 @@ def whole_directory(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
-        partial.chmod(0o777 & ~current_umask())
         yield partial
+        mask = current_umask()  # temporary directories and safetensors files are made for their owner alone
+        partial.chmod(0o777 & ~mask)
+        for file in partial.iterdir():
+            file.chmod(0o666 & ~mask)
         if target.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old-", dir=target.parent)) / "old"
             target.rename(old)

@@ -81,7 +81,7 @@ def sample_gradients(
                 g = flat(gradient)
                 found[block.index].append((x, g.clone(), (g * y).sum(-1)))
 
-            output.register_hook(backward)
+            output.register_hook(backward)  # type: ignore[no-untyped-call]
 
         handles.append(ffn.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(last.register_forward_hook(after, with_kwargs=True))
@@ -97,7 +97,7 @@ def sample_gradients(
             with torch.enable_grad():
                 logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
     finally:
         for handle in handles:
             handle.remove()
@@ -116,7 +116,7 @@ def predict_damage(profile: BlockProfile, ladder: RankLadder, gradients: Gradien
     start = (g @ ladder.mean_y - gradients.gy.to(g))[:, None]
     projected = torch.cat([start, start + steps.cumsum(1)], dim=1)  # g·e for rank 0, 1, …, full
     second = projected.square().mean(0) / 2
-    # The first-order term sharpens the ranking, but a negative total is sampling noise, not a promise of a better model.
+    # The first-order term sharpens the ranking, but a negative total is sampling noise: no replacement mends a model.
     by_rank = torch.maximum(second + projected.mean(0), 0.1 * second)
     full = ladder.at(ladder.inputs.shape[1])
     covariance = error_covariance(full, profile.held_plain)

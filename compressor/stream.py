@@ -60,7 +60,7 @@ class Stream:
 
 def bind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """Split a layer's arguments into the hidden states and the rest by name."""
-    names = list(layer.forward.__code__.co_varnames[1 : layer.forward.__code__.co_argcount])  # type: ignore[attr-defined]
+    names = list(layer.forward.__code__.co_varnames[1 : layer.forward.__code__.co_argcount])
     named = dict(zip(names, args, strict=False)) | kwargs
     hidden = named.pop("hidden_states")
     return hidden, named

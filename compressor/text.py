@@ -107,7 +107,7 @@ def load_text(
     if any(len(have) < need for have, need in zip(splits, wanted, strict=True)):
         have, need = (sum(len(s) for s in splits) * seq_len, sum(wanted) * seq_len)
         raise InputError(
-            f"text {', '.join(names)} is too short: it has {have} tokens in whole windows of {seq_len}, the splits need "
+            f"text {', '.join(names)} is too short: it has {have} tokens in windows of {seq_len}, the splits need "
             f"{need} (calibration {calib_tokens}, selection {select_tokens}, verification {verify_tokens}); give more "
             "text, or lower --calib-tokens, --select-tokens or --verify-tokens"
         )

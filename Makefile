@@ -1,0 +1,28 @@
+# Two commands for a fresh machine with python3 and make: `make demo` and `make test`. Both reuse .venv afterwards.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test clean
+
+demo: .venv/installed
+	$(BIN)/compress demo --max-dppl 1.0 --out ./demo-lin --overwrite
+
+test: .venv/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(INSTALL) torch
+	$(INSTALL) -e .
+	touch $@
+
+.venv/installed-test: .venv/installed
+	$(INSTALL) -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv demo-lin
