@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compressor.moments import Moments
 
+ROUNDING_ULPS = 8  # a direction whose spread is below this many float32 roundings of a typical one is noise
 RIDGES = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # times the mean input variance
 
 
@@ -38,17 +39,20 @@ class Spectrum:
 
     @property
     def condition_number(self) -> float:
-        """Largest over smallest eigenvalue of the input covariance: infinite when it is rank deficient."""
-        if self.rank == 0 or self.rank < len(self.values):
-            return float("inf")
-        return (self.values[0] / self.values[-1]).item()
+        """Largest over smallest eigenvalue of the input covariance, among the directions that carry information."""
+        return (self.values[0] / self.values[self.rank - 1]).item() if self.rank else float("inf")
 
 
 def decompose(scatter: Tensor) -> Spectrum:
+    """Eigenvalues and the rank above two floors: what float64 sums resolve, and the rounding of float32 rows.
+
+    A LayerNorm's output has one direction of no variance but its rounding: a map must not be fitted to that noise.
+    """
     values, vectors = torch.linalg.eigh(scatter)
     values, vectors = values.flip(0).clamp_min(0), vectors.flip(1)
-    cutoff = values[0] * len(values) * torch.finfo(values.dtype).eps
-    return Spectrum(values, vectors, int((values > cutoff).sum()))
+    resolved = values[0] * len(values) * torch.finfo(values.dtype).eps
+    rounding = values.mean() * (ROUNDING_ULPS * torch.finfo(torch.float32).eps) ** 2
+    return Spectrum(values, vectors, int((values > torch.maximum(resolved, rounding)).sum()))
 
 
 def ridge_unit(spectrum: Spectrum) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 from compressor.errors import InputError
-from compressor.hub import require_hub
+from compressor.hub import reason_of, why_unreachable
 
 DEMO_TEXT = Path(__file__).parent / "demo" / "text"
 HUB_TEXTS = {"wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
+TEXT_ALTERNATIVES = "use --text PATH for a local file, or --text demo for the built-in text"
 SPLITS = ("calibration", "selection", "verification")
 HUB_SPLITS = ("train", "validation", "test")
 CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS = 24_576, 8_192, 16_384
@@ -151,17 +153,38 @@ def read_hub(name: str) -> list[str]:
     repo, _, config = name.removeprefix("hub:").partition(":")
     if name in HUB_TEXTS:
         repo, config = HUB_TEXTS[name]
-    require_hub(f"data set {repo}", "--text PATH for a local file, or --text demo for the built-in text")
+    offline = why_unreachable()
     import datasets
 
     try:
-        parts = [datasets.load_dataset(repo, config or None, split=split) for split in HUB_SPLITS]
+        with cache_only(offline is not None):
+            parts = [datasets.load_dataset(repo, config or None, split=split) for split in HUB_SPLITS]
     except Exception as error:  # datasets raises a dozen unrelated types for a missing set, config or split
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"data set {repo} cannot be loaded: {reason}; use --text PATH for a local file") from error
+        reason = reason_of(error)
+        if offline:
+            reason = f"it is not in the local cache, and the Hugging Face Hub cannot be reached ({offline})"
+        raise InputError(f"data set {repo} cannot be loaded: {reason}; {TEXT_ALTERNATIVES}") from error
     if "text" not in parts[0].column_names:
-        raise InputError(f"data set {repo} has no column 'text' (it has {', '.join(parts[0].column_names)})")
+        columns = ", ".join(parts[0].column_names)
+        raise InputError(f"data set {repo} has no column 'text' (it has {columns}); {TEXT_ALTERNATIVES}")
     return ["".join(line if line.endswith("\n") else line + "\n" for line in part["text"]) for part in parts]
+
+
+@contextmanager
+def cache_only(wanted: bool) -> Iterator[None]:
+    """Make datasets use what it has cached; its environment variables count only before it is first imported."""
+    import datasets
+    from huggingface_hub import constants
+
+    switches = (constants, datasets.config)
+    before = [switch.HF_HUB_OFFLINE for switch in switches]
+    try:
+        for switch, value in zip(switches, before, strict=True):
+            switch.HF_HUB_OFFLINE = wanted or value
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.HF_HUB_OFFLINE = value
 
 
 def thin(text: str, limit: int, slices: int = 64) -> str:

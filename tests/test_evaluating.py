@@ -1,0 +1,66 @@
+"""Perplexity and its interval against direct computation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from planted import random_text
+from zoo import tiny_model
+
+from compressor import evaluating
+from compressor.errors import InputError
+from compressor.evaluating import Losses, compare, evaluate
+
+
+def test_perplexity_sums_first_and_divides_once() -> None:
+    model, windows = tiny_model("gpt2"), random_text().selection.windows
+    losses = evaluate(model, windows, batch_size=7)
+    with torch.no_grad():
+        scores = model(windows).logits[:, :-1].log_softmax(-1)
+    nats = -scores.gather(-1, windows[:, 1:, None]).double().sum()
+    assert losses.perplexity == pytest.approx(math.exp(nats / windows[:, 1:].numel()), rel=1e-5)
+    assert losses.tokens == windows[:, 1:].numel()
+
+
+def test_batches_do_not_change_the_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, windows = tiny_model("llama"), random_text().selection.windows
+    whole = evaluate(model, windows, batch_size=24)
+    monkeypatch.setattr(evaluating, "LOGITS_BYTES", 1)  # forces one window at a time
+    torch.testing.assert_close(evaluate(model, windows, batch_size=24).nats, whole.nats, rtol=1e-5, atol=1e-5)
+
+
+def test_the_interval_is_paired_and_covers_the_truth() -> None:
+    """Windows differ wildly, the difference hardly: a paired interval is narrow, and right 95 times in a hundred."""
+    generator = torch.Generator().manual_seed(0)
+    hits = 0
+    for seed in range(200):
+        base = 300 + 60 * torch.randn(50, generator=generator, dtype=torch.float64)
+        change = 1.0 + 2.0 * torch.randn(50, generator=generator, dtype=torch.float64)
+        found = compare(Losses(base, 100), Losses(base + change, 100), seed=seed)
+        low, high = found.delta_ci95
+        assert low < found.delta < high
+        assert high - low < 1.0  # unpaired it would be over 6
+        truth = found.baseline * math.expm1(0.01)
+        hits += low <= truth <= high
+    assert 180 <= hits <= 199
+
+
+def test_confidence_sets_the_upper_end() -> None:
+    generator = torch.Generator().manual_seed(1)
+    before = Losses(300 + torch.randn(40, generator=generator, dtype=torch.float64), 100)
+    after = Losses(before.nats + torch.randn(40, generator=generator, dtype=torch.float64), 100)
+    ends = [compare(before, after, confidence).upper for confidence in (0.0, 0.5, 0.95, 0.99)]
+    assert ends == sorted(ends)
+    assert ends[0] == compare(before, after).delta
+    assert ends[2] == compare(before, after).delta_ci95[1]
+    assert compare(before, after, seed=3) == compare(before, after, seed=3)
+
+
+def test_an_overflowing_model_is_refused() -> None:
+    model = tiny_model("gpt2")
+    with torch.no_grad():
+        model.transformer.ln_f.weight.fill_(torch.inf)
+    with pytest.raises(InputError, match="window 0"):
+        evaluate(model, random_text().selection.windows)

@@ -1,0 +1,82 @@
+"""Gradient rows and predicted damage against direct computation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from planted import SEQ_LEN, LinearFFN, WildFFN, planted_model, random_text
+from zoo import FAMILIES, tiny_model
+
+from compressor.blocks import find_blocks
+from compressor.evaluating import evaluate
+from compressor.fitting import fit_ladder
+from compressor.measuring import measure
+from compressor.progress import Progress
+from compressor.sensitivity import predict_damage, sample_gradients
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_predict_a_small_change_of_the_loss(family: str) -> None:
+    """Add a small constant to a block's output: the loss moves by the gradient in that direction."""
+    model, windows = tiny_model(family), random_text().held_out[:4]
+    blocks = find_blocks(model)
+    gradients = sample_gradients(model, blocks, windows, Progress())
+    block = blocks[1]
+    direction = torch.nn.functional.normalize(gradients[1].g.sum(0), dim=0)
+    last = model.get_submodule(block.bypass[-1] if block.bypass else block.path)
+
+    def loss(step: float) -> float:
+        handle = last.register_forward_hook(lambda _m, _a, out: out + step * direction)
+        total = evaluate(model, windows).nats.sum().item()
+        handle.remove()
+        return total
+
+    step = 3e-3  # small enough to be linear, large enough for float32
+    measured = (loss(step) - loss(-step)) / (2 * step)
+    predicted = (gradients[1].g @ direction).sum().item()
+    assert predicted == pytest.approx(measured, rel=0.03)
+    assert len(gradients[1].x) == windows.numel()
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, text = tiny_model("gpt2"), random_text()
+    trainable = [p.requires_grad for p in model.parameters()]
+    sample_gradients(model, find_blocks(model), text.held_out, Progress())
+    assert [p.requires_grad for p in model.parameters()] == trainable
+    assert all(p.grad is None for p in model.parameters())
+    assert not model.transformer.h[0].mlp._forward_hooks
+
+
+def test_damage_of_every_rank_equals_the_direct_computation() -> None:
+    model, text = tiny_model("llama"), random_text()
+    profile = measure(model, text)
+    gradients = sample_gradients(model, find_blocks(model), text.held_out, Progress())
+    for p in profile.blocks:
+        rows = gradients[p.block.index]
+        ladder = fit_ladder(p.fit, p.held, rows.metric)
+        damage = predict_damage(p, ladder, rows)
+        for rank in (0, 1, 7, p.block.width):
+            predicted = ladder.at(rank)(rows.x.double())
+            projected = (rows.g.double() * predicted).sum(1) - rows.gy.double()
+            second = projected.square().mean() / 2
+            expected = max(second + projected.mean(), 0.1 * second)
+            assert damage.by_rank[rank].item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_linear_block_is_predicted_to_cost_nothing() -> None:
+    model, text = planted_model(LinearFFN(), WildFFN(), WildFFN(seed=5)), random_text()
+    gradients = sample_gradients(model, find_blocks(model), text.held_out, Progress())
+    linear, wild, _ = (
+        predict_damage(p, fit_ladder(p.fit, p.held, gradients[p.block.index].metric), gradients[p.block.index])
+        for p in measure(model, text).blocks
+    )
+    assert linear.linear < 1e-6
+    assert linear.factorised < 1e-6
+    assert linear.by_rank[0] > 1e-3
+    assert wild.linear > 1e-3
+
+
+def test_no_more_tokens_are_used_than_asked_for() -> None:
+    model, text = tiny_model("gpt2"), random_text()
+    gradients = sample_gradients(model, find_blocks(model), text.held_out, Progress(), tokens=3 * SEQ_LEN + 1)
+    assert len(gradients[0].g) == 3 * SEQ_LEN
