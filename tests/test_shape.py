@@ -7,9 +7,37 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "compressor"
 # Each module may import those before it, never those after it.
-ORDER = """errors budget progress registration moments regression hub weights modeling_compressor blocks text models
-evaluating measuring stream patching sensitivity fitting planning checkpoint reporting card recipe planfile saving
-pipeline checking cli __main__""".split()
+ORDER = [
+    "errors",
+    "budget",
+    "progress",
+    "registration",
+    "moments",
+    "regression",
+    "hub",
+    "weights",
+    "modeling_compressor",
+    "blocks",
+    "text",
+    "models",
+    "evaluating",
+    "measuring",
+    "stream",
+    "patching",
+    "sensitivity",
+    "fitting",
+    "planning",
+    "checkpoint",
+    "reporting",
+    "card",
+    "recipe",
+    "planfile",
+    "saving",
+    "pipeline",
+    "checking",
+    "cli",
+    "__main__",
+]
 
 
 def imports(file: Path) -> set[str]:

@@ -1,0 +1,99 @@
+"""Shared by the tests of the command: the command itself, tiny models, a text, and one finished compression."""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from zoo import TEXT, save_tiny
+
+from compressor import cli
+
+SMALL = ["--seq-len", "32", "--calib-tokens", "4000", "--select-tokens", "1000", "--verify-tokens", "2000"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run of the command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.err.splitlines() if line.startswith("error:")]
+
+
+Compress = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="session")
+def compress() -> Compress:
+    """The real entry point with this command line, in this process."""
+
+    def run(*arguments: str | Path) -> Outcome:
+        out, err = io.StringIO(), io.StringIO()
+        argv = ["compress", *map(str, arguments)]
+        with (
+            mock.patch.object(sys, "argv", argv),
+            redirect_stdout(out),
+            redirect_stderr(err),
+            pytest.raises(SystemExit) as end,
+        ):
+            cli.main()
+        assert isinstance(end.value.code, int)
+        return Outcome(end.value.code, out.getvalue(), err.getvalue())
+
+    return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny models gain nothing from more, and byte-identical results must not depend on the machine."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One directory per family; no test may change them."""
+    root = tmp_path_factory.mktemp("models")
+    for family in ("gpt2", "llama", "mixtral", "bert", "t5"):
+        save_tiny(family, root / family)
+    return root
+
+
+def sentences(count: int, seed: int = 0) -> str:
+    rng = random.Random(seed)
+    words = TEXT.split()
+    return "".join(" ".join(rng.choices(words, k=rng.randint(5, 14))) + "\n" for _ in range(count))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "corpus.txt"
+    file.write_text(sentences(4000), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="session")
+def options(corpus: Path) -> list[str]:
+    """The text and its small splits, as options."""
+    return ["--text", str(corpus), *SMALL]
+
+
+@pytest.fixture(scope="session")
+def compressed(compress: Compress, models: Path, options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `compress MODEL --max-dppl 3% --out DIR` wrote; no test may change it."""
+    out = tmp_path_factory.mktemp("compressed") / "small"
+    done = compress(models / "gpt2", *options, "--max-dppl", "3%", "--out", out)
+    assert done.code == 0, done.err
+    return out
