@@ -70,7 +70,7 @@ def check(
             "before": counts[0],
             "after": counts[1],
             "removed": counts[0] - counts[1],
-            "removed_fraction": 1 - counts[1] / counts[0],
+            "removed_fraction": (counts[0] - counts[1]) / counts[0],
         },
         "warnings": differences(record, source_of(original).weights_sha256, describe_text(text)),
         "passed": evaluation.upper <= allowed,

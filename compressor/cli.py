@@ -280,6 +280,8 @@ def main() -> None:
         if "--debug" in sys.argv[1:]:
             raise
         sys.exit(explain(error))
+    if code == INTERRUPTED:  # typer makes an interrupt this code, in silence
+        fail("interrupted; nothing was written", INTERRUPTED)
     sys.exit(code or DONE)
 
 

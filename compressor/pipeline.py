@@ -67,7 +67,8 @@ def open_job(recipe: Recipe, trust_remote_code: bool, progress: Progress) -> Job
 
 def open_text(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[Text, Recipe]:
     """The text in windows that the model can take, and the recipe with what was chosen for it."""
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config = model.config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
     seq_len = recipe.seq_len or min(DEFAULT_SEQ_LEN, context or DEFAULT_SEQ_LEN)
     if context is not None and seq_len > context:
         raise InputError(f"--seq-len {seq_len} is beyond the model's context of {context}; try --seq-len {context}")
