@@ -35,4 +35,5 @@ class Budget:
         return baseline * self.amount / 100 if self.percent else self.amount
 
     def __str__(self) -> str:
-        return f"{self.amount:g}%" if self.percent else f"{self.amount:g}"
+        digits = repr(self.amount).removesuffix(".0")  # all of them: the record is read back
+        return f"{digits}%" if self.percent else digits

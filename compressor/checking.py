@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field, ValidationError
+
 from compressor import recipe as recipes
 from compressor.budget import Budget
 from compressor.checkpoint import count_parameters
@@ -12,11 +14,66 @@ from compressor.errors import InputError
 from compressor.evaluating import compare, evaluate
 from compressor.models import load, source_of
 from compressor.pipeline import open_text
+from compressor.planfile import Part, PlannedBlock, PlannedBudget, PlannedReplacement, PlannedSource, list_mistakes
 from compressor.progress import Progress
 from compressor.recipe import Recipe
 from compressor.reporting import describe_perplexity, describe_source, describe_text, describe_tool
 from compressor.saving import RECORD
 from compressor.weights import read_json
+
+
+class RecordedReplacement(Part):
+    path: str
+    replacement: PlannedReplacement
+
+
+class RecordedPerplexity(Part):
+    baseline: float
+    compressed: float
+    delta: float
+    delta_ci95: tuple[float, float]
+    delta_upper: float
+    tokens: int
+    seq_len: int
+
+
+class RecordedParameters(Part):
+    before: int
+    after: int
+    removed: int
+    removed_fraction: float
+
+
+class RecordedBudget(PlannedBudget):
+    max_dppl: float
+
+
+class RecordedText(Part):
+    verification: dict[str, Any]
+
+
+class SavedRecord(Part):
+    """What `compressor.save` writes: no measurements."""
+
+    schema_version: int = Field(ge=1, le=1, strict=True)
+    tool: dict[str, Any]
+    source: PlannedSource
+    parameters: dict[str, Any]
+    blocks: list[RecordedReplacement]
+
+
+class MeasuredRecord(Part):
+    """What the whole job and `apply` write."""
+
+    schema_version: int = Field(ge=1, le=1, strict=True)
+    tool: dict[str, Any]
+    source: PlannedSource
+    parameters: RecordedParameters
+    blocks: list[PlannedBlock]
+    perplexity: RecordedPerplexity
+    budget: RecordedBudget
+    text: RecordedText
+    rows: dict[str, int] = Field(default_factory=dict)
 
 
 def read_record(directory: Path) -> dict[str, Any]:
@@ -27,12 +84,10 @@ def read_record(directory: Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(f"{directory} has no {RECORD}: it was not written by compress")
     record = read_json(file, str(directory))
-    shapes = {"source": dict, "parameters": dict, "blocks": list, "tool": dict}
-    wrong = [key for key, kind in shapes.items() if not isinstance(record.get(key), kind)]
-    if record.get("schema_version") != 1 or wrong:
-        raise InputError(
-            f"{file} is not a compression record of schema 1 (look at {', '.join(wrong) or 'its version'})"
-        )
+    try:
+        (MeasuredRecord if "perplexity" in record else SavedRecord).model_validate(record)
+    except ValidationError as error:
+        raise InputError(f"{file} is not a compression record of schema 1: {list_mistakes(error)}") from error
     return record
 
 
@@ -43,13 +98,18 @@ def check(
     record = read_record(directory)
     file = directory / "recipe.yaml"
     recipe = recipes.resolve(file if file.is_file() else None, options)
-    budget = recorded_budget(record, recipe, options)
+    budget = recorded_budget(record, recipe)
     origin = source or str(recipe.model or record["source"].get("model"))
     revision = None if source else record["source"].get("revision")
     progress.say(f"load {directory} and its source {origin}")
     placing: dict[str, Any] = {"device": recipe.device, "dtype": recipe.dtype}
     compressed, tokenizer = load(str(directory), allow_compressed=True, **placing)
-    original, _ = load(origin, trust_remote_code=trust_remote_code, revision=revision, **placing)
+    try:
+        original, _ = load(origin, trust_remote_code=trust_remote_code, revision=revision, **placing)
+    except InputError as error:
+        if source:
+            raise
+        raise InputError(f"the source of {directory}: {error}; if it has moved, add --source DIRECTORY") from error
     text, recipe = open_text(recipe.model_copy(update={"model": origin}), original, tokenizer)
     windows = text.verification.windows
     before, after = (
@@ -77,7 +137,7 @@ def check(
     }
 
 
-def recorded_budget(record: dict[str, Any], recipe: Recipe, options: dict[str, Any]) -> Budget:
+def recorded_budget(record: dict[str, Any], recipe: Recipe) -> Budget:
     """The budget given now, else the recorded one."""
     if recipe.max_dppl is not None:
         return recipe.budget()

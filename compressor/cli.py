@@ -39,7 +39,8 @@ class WholeJob(TyperGroup):
     """`compress MODEL …` is the command `run`, which nobody has to type."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ("--help", "--version"):
+        args = args or ["--help"]
+        if args[0] not in self.commands and args[0] not in ("--help", "--version"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
@@ -48,7 +49,6 @@ app = typer.Typer(
     cls=WholeJob,
     help=EXAMPLES,
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -291,7 +291,7 @@ def explain(error: BaseException) -> int:
     if isinstance(error, InputError):
         return fail(str(error), BAD_INPUT)
     if hasattr(error, "format_message"):  # the command line itself was wrong
-        return fail(f"{error.format_message()}; see compress --help", BAD_INPUT)
+        return fail(f"{error.format_message().rstrip('.')}; see compress --help", BAD_INPUT)
     if type(error).__name__ == "Abort":
         return fail("interrupted; nothing was written", INTERRUPTED)
     if isinstance(error, MemoryError):

@@ -30,6 +30,8 @@ class PlannedBlock(Part):
     r2_stream: float
     effective_rank: float
     top_row_share: float
+    params_before: int = Field(ge=1, strict=True)
+    params_after: int = Field(ge=1, strict=True)
     verdict: str = Field(pattern="^(safe|costly|unsafe)$")
     reason: str
     replacement: PlannedReplacement
@@ -45,15 +47,24 @@ class PlannedBudget(Part):
     confidence: float
 
 
+class PlannedParameters(Part):
+    before: int = Field(ge=1, strict=True)
+
+
 class PlanFile(Part):
     schema_version: int = Field(ge=1, le=1, strict=True)
     source: PlannedSource
     budget: PlannedBudget
+    parameters: PlannedParameters
     recipe: dict[str, Any]
     blocks: list[PlannedBlock]
 
     def ranks(self) -> dict[int, int | None]:
         """Block index → rank: None is a full linear map, 0 the bias alone."""
+        indices = [block.index for block in self.blocks]
+        twice = next((index for index in indices if indices.count(index) > 1), None)
+        if twice is not None:
+            raise InputError(f"the plan has block {twice} twice; every block stands in it once")
         chosen = {b.index: b.replacement for b in self.blocks if b.replacement.kind != "keep"}
         return {index: rank_of(index, replacement) for index, replacement in chosen.items()}
 
@@ -78,6 +89,10 @@ def read_plan(file: Path) -> tuple[PlanFile, dict[str, Any]]:
     except (json.JSONDecodeError, RecursionError) as error:
         raise InputError(f"plan {file} is not valid JSON: {error}") from error
     except ValidationError as error:
-        mistakes = [f"{'.'.join(map(str, m['loc'])) or 'file'}: {m['msg']}" for m in error.errors()]
-        more = f"; and {len(mistakes) - 8} more" if len(mistakes) > 8 else ""
-        raise InputError(f"plan {file} is not a plan: {'; '.join(mistakes[:8])}{more}") from error
+        raise InputError(f"plan {file} is not a plan: {list_mistakes(error)}") from error
+
+
+def list_mistakes(error: ValidationError, most: int = 8) -> str:
+    mistakes = [f"{'.'.join(map(str, m['loc'])) or 'file'}: {m['msg']}" for m in error.errors()]
+    more = f"; and {len(mistakes) - most} more" if len(mistakes) > most else ""
+    return "; ".join(mistakes[:most]) + more

@@ -26,6 +26,8 @@ LADDER = (0.45, 0.375, 0.3125, 0.25, 0.1875, 0.125, 0.09375, 0.0625, 0.03125, 0.
 SAFE_NATS = 0.02  # without a budget, a block is safe when its linear map is predicted to cost less than this
 OUTLIER_GAP = 0.2  # R²_lin above the stream-weighted one by this much rests on a few rows
 MOST_TRIALS = 7
+MOST_FILLS = 4
+KEPT = -1  # the rank of a block that is not replaced
 CLOSE_ENOUGH = 0.9  # of the budget
 
 
@@ -183,7 +185,8 @@ class Planner:
         self.verdicts = {p.block.index: judge(p, self.damages[p.block.index], self.limit) for p in profile.blocks}
         usable = [p for p in profile.blocks if self.verdicts[p.block.index].word != "unsafe"]
         options = [options_of(p, self.damages[p.block.index]) for p in usable]
-        self.options = [[o for o in row if o.damage <= 2 * self.limit] for row in options]
+        rows = [[o for o in row if o.damage <= 2 * self.limit and o.saved > 0] for row in options]
+        self.options = [row for row in rows if row]
         self.plans = sequence([efficient(row) for row in self.options])
         self.singles = sorted((min(row, key=lambda o: o.damage) for row in options), key=lambda o: o.damage)
         self.before: Losses | None = None
@@ -228,12 +231,36 @@ class Planner:
             lambda k: self.spend(self.attempt(*self.plans[k], target).evaluation, target),
         )
         if best is not None:
-            return self.plan_of(self.plans[best][0])
+            return self.plan_of(self.fill(*self.plans[best], target))
         for option in self.singles[:3]:
             trial = self.attempt({option.index: option.rank}, option.damage, target)
             if self.spend(trial.evaluation, target) <= 1:
                 return self.plan_of(trial.ranks)
         raise BudgetError(self.explain_failure())
+
+    def fill(self, ranks: Ranks, predicted: float, target: float) -> Ranks:
+        """Spend what a plan leaves over: go further in the block that saves most and is predicted to fit."""
+        refused: dict[int, int] = {}  # block → parameters saved by an option that did not fit
+        for _ in range(MOST_FILLS):
+            used = self.spend(self.attempt(ranks, predicted, target).evaluation, target)
+            if used >= CLOSE_ENOUGH:
+                break
+            left = (1 - used) * target / max(1.0, used * target / predicted)
+            moves = []
+            for row in self.options:
+                now = next((o for o in row if ranks.get(o.index, KEPT) == o.rank), Option(row[0].index, None, 0, 0.0))
+                most = refused.get(now.index, math.inf)
+                further = [o for o in row if now.saved < o.saved < most and o.damage - now.damage <= left]
+                moves += [(o.saved - now.saved, o, o.damage - now.damage) for o in further]
+            if not moves:
+                break
+            _, option, more = max(moves, key=lambda move: (move[0], -move[1].index))
+            larger = {**ranks, option.index: option.rank}
+            if self.spend(self.attempt(larger, predicted + more, target).evaluation, target) <= 1:
+                ranks, predicted = larger, predicted + max(more, 0.0)
+            else:
+                refused[option.index] = option.saved
+        return ranks
 
     def verify(self, plan: Plan) -> Evaluation:
         """The plan's cost on the verification text, which no search has seen."""

@@ -22,15 +22,15 @@ class Recipe(BaseModel):
     model: str | None = None
     out: str | None = None
     overwrite: Annotated[bool, Field(strict=True)] = False
-    max_dppl: str | float | None = None
+    max_dppl: str | Annotated[float, Field(strict=True)] | None = None
     confidence: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    text: list[str] | None = None
+    text: Annotated[list[str], Field(min_length=1)] | None = None
     seq_len: Annotated[int, Field(strict=True, ge=2)] | None = None
     calib_tokens: Count = 24_576
     select_tokens: Count = 8_192
     verify_tokens: Count = 16_384
     batch_size: Count = 8
-    seed: Annotated[int, Field(strict=True, ge=0)] = 0
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     device: str = "auto"
     dtype: str = "auto"
     revision: str | None = None

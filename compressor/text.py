@@ -167,7 +167,10 @@ def read_hub(name: str) -> list[str]:
     if "text" not in parts[0].column_names:
         columns = ", ".join(parts[0].column_names)
         raise InputError(f"data set {repo} has no column 'text' (it has {columns}); {TEXT_ALTERNATIVES}")
-    return ["".join(line if line.endswith("\n") else line + "\n" for line in part["text"]) for part in parts]
+    texts = [[row for row in part["text"] if row is not None] for part in parts]
+    if not all(isinstance(row, str) for rows in texts for row in rows):
+        raise InputError(f"column 'text' of data set {repo} does not hold text; {TEXT_ALTERNATIVES}")
+    return ["".join(row if row.endswith("\n") else row + "\n" for row in rows) for rows in texts]
 
 
 @contextmanager

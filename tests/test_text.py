@@ -1,0 +1,330 @@
+"""Text in windows: disjoint splits, the same for the same seed, from files and from data sets of the Hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import pytest
+import torch
+from conftest import sentences
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+from zoo import tiny_tokenizer
+
+from compressor import text as texts
+from compressor.errors import InputError
+from compressor.text import CHARACTERS_PER_TOKEN, Text, bos_prefix, cut, load_text, thin
+
+SIZES = {"seq_len": 16, "calib_tokens": 800, "select_tokens": 160, "verify_tokens": 320}
+SPLITS = ("calibration", "selection", "verification")
+
+
+class Bytes:
+    """One token per byte, so that windows can be read back."""
+
+    bos_token_id = None
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode("utf-8"))}
+
+
+def numbered(count: int, letter: str = "x") -> str:
+    """Sixteen bytes to the line: every line is a window, and no two are alike."""
+    return "".join(f"{letter} line {i:08d}\n" for i in range(count))
+
+
+def lines(windows: Tensor) -> list[str]:
+    return [bytes(window).decode("utf-8") for window in windows.tolist()]
+
+
+def splits(text: Text) -> list[list[str]]:
+    return [lines(getattr(text, name).windows) for name in SPLITS]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(numbered(500), encoding="utf-8")
+    return path
+
+
+def test_windows_are_consecutive_disjoint_and_in_order(file: Path) -> None:
+    found = splits(load_text(file, Bytes(), **SIZES))
+    assert [len(part) for part in found] == [50, 10, 20]
+    text = numbered(500).splitlines(keepends=True)
+    drawn = [line for part in found for line in part]
+    assert set(drawn) <= set(text)  # each window is sixteen consecutive bytes, on the grid
+    assert len(set(drawn)) == len(drawn)
+    assert drawn == sorted(drawn)  # first calibration, then selection, then verification
+    assert found[0][-1] < text[500 * 50 // 80]
+    assert text[500 * 50 // 80] <= found[1][0] <= found[1][-1] < text[500 * 60 // 80] <= found[2][0]
+
+
+def test_held_out_windows_are_not_fitted_on(file: Path) -> None:
+    text = load_text(file, Bytes(), **SIZES)
+    fitted, held = set(lines(text.fitting)), set(lines(text.held_out))
+    assert len(held) == 10
+    assert fitted | held == set(lines(text.calibration.windows))
+    assert not fitted & held
+
+
+def test_same_seed_same_windows(file: Path) -> None:
+    first, again, other = (load_text(file, Bytes(), **SIZES, seed=seed) for seed in (3, 3, 4))
+    assert splits(first) == splits(again)
+    assert all(a != b for a, b in zip(splits(first), splits(other), strict=True))
+
+
+def test_seed_leaves_the_global_generator_alone(file: Path) -> None:
+    state = torch.get_rng_state()
+    load_text(file, Bytes(), **SIZES)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_sha256_is_stable(file: Path) -> None:
+    """Of the tokens as little-endian 64-bit integers, whatever the machine."""
+    exact = {"seq_len": 16, "calib_tokens": 80, "select_tokens": 16, "verify_tokens": 32}
+    file.write_text(numbered(8), encoding="utf-8")
+    text = load_text(file, Bytes(), **exact)
+    content = numbered(8).encode()
+    for split, part in zip(SPLITS, (content[:80], content[80:96], content[96:]), strict=True):
+        tokens = struct.pack(f"<{len(part)}q", *part)
+        assert getattr(text, split).sha256 == hashlib.sha256(tokens).hexdigest()
+    assert text.calibration.source == str(file)
+    assert [getattr(text, name).tokens for name in SPLITS] == [80, 16, 32]
+
+
+def test_every_file_contributes_to_every_split(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "more.txt").write_text(numbered(300, "y"), encoding="utf-8")
+    text = load_text([file, str(tmp_path / "more.txt")], Bytes(), **SIZES)
+    for part in splits(text):
+        assert {line[0] for line in part} == {"x", "y"}
+    everything = [line for part in splits(text) for line in part]
+    assert len(set(everything)) == len(everything) == 80
+    assert text.verification.source == f"{file}, {tmp_path / 'more.txt'}"
+
+
+def test_whole_text_is_used_when_it_is_just_enough(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(numbered(80), encoding="utf-8")
+    found = splits(load_text(tmp_path / "text.txt", Bytes(), **SIZES))
+    assert [line for part in found for line in part] == numbered(80).splitlines(keepends=True)
+    (tmp_path / "text.txt").write_text(numbered(79), encoding="utf-8")
+    with pytest.raises(InputError, match=r"it has 1264 tokens in windows of 16, the splits need 1280"):
+        load_text(tmp_path / "text.txt", Bytes(), **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("option", "least", "name"),
+    [("calib_tokens", 80, "--calib-tokens"), ("select_tokens", 16, "--select"), ("verify_tokens", 32, "--verify")],
+)
+def test_least_tokens(file: Path, option: str, least: int, name: str) -> None:
+    load_text(file, Bytes(), **{**SIZES, option: least})
+    with pytest.raises(InputError, match=rf"{name}.* must be at least {least} at --seq-len 16, got {least - 1}"):
+        load_text(file, Bytes(), **{**SIZES, option: least - 1})
+
+
+def test_least_window(file: Path) -> None:
+    assert load_text(file, Bytes(), **{**SIZES, "seq_len": 2}).seq_len == 2
+    with pytest.raises(InputError, match="--seq-len must be at least 2, got 1"):
+        load_text(file, Bytes(), **{**SIZES, "seq_len": 1})
+
+
+# The prefix
+
+
+def with_bos() -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
+    return tokenizer
+
+
+def test_prefix_is_what_the_tokenizer_adds() -> None:
+    assert bos_prefix(tiny_tokenizer()) == []  # it has a bos token, and does not put it before a text
+    assert bos_prefix(with_bos()) == [0]
+
+
+def test_every_window_starts_with_the_prefix(tmp_path: Path) -> None:
+    """And the text goes on in the next window with nothing lost between."""
+    (tmp_path / "text.txt").write_text(sentences(300), encoding="utf-8")
+    plain, prefixed = (load_text(tmp_path / "text.txt", t, **SIZES) for t in (tiny_tokenizer(), with_bos()))
+    assert prefixed.seq_len == 16
+    for name in SPLITS:
+        windows = getattr(prefixed, name).windows
+        assert bool((windows[:, 0] == 0).all())
+        assert not bool((windows[:, 1:] == 0).any())
+        assert not bool((getattr(plain, name).windows == 0).any())
+    content = "the watery part of the world " * 20
+    body = cut(content, with_bos(), 16, [0])[:, 1:].flatten()
+    ids = tiny_tokenizer()(content)["input_ids"]
+    assert body.tolist() == ids[: len(body)]
+    assert len(ids) - len(body) < 15
+
+
+# Long texts
+
+
+def test_text_is_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With line ends between them, and without any."""
+    for content in (numbered(50), "no line end here " * 50):
+        whole = cut(content, Bytes(), 16, [])
+        with monkeypatch.context() as patch:
+            patch.setattr(texts, "PIECE", 100)
+            assert torch.equal(cut(content, Bytes(), 16, []), whole)
+
+
+def test_thin_keeps_a_short_text() -> None:
+    assert thin("short\n", 6) == "short\n"
+
+
+def test_thin_takes_from_the_whole_of_a_long_text() -> None:
+    text = numbered(200_000)
+    thinned = thin(text, 40_000)
+    assert 0.8 * 40_000 < len(thinned) <= 40_000
+    numbers = [int(line.split()[-1]) for line in thinned.splitlines()[1:] if len(line) == 15]
+    assert numbers == sorted(numbers)
+    assert numbers[0] < 4_000
+    assert numbers[-1] > 190_000
+    tenths = {number // 20_000 for number in numbers}
+    assert tenths == set(range(10))
+
+
+def test_thin_of_a_text_without_line_ends() -> None:
+    assert len(thin("word " * 100_000, 6_400)) == 6_400
+
+
+def test_huge_text_is_not_tokenised_whole(tmp_path: Path) -> None:
+    seen = []
+
+    class Counting(Bytes):
+        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+            seen.append(len(text))
+            return super().__call__(text, **options)
+
+    (tmp_path / "huge.txt").write_text(numbered(200_000), encoding="utf-8")
+    text = load_text(tmp_path / "huge.txt", Counting(), **SIZES)
+    assert sum(seen) <= CHARACTERS_PER_TOKEN * 1280 + 10
+    assert text.verification.tokens == 320
+    assert max(int(line[7:15]) for line in lines(text.verification.windows) if line.startswith("x line")) > 100_000
+
+
+# The Hub
+
+
+class Hub:
+    """Stands in for datasets.load_dataset."""
+
+    def __init__(self, columns: dict[str, list[str]] | None = None) -> None:
+        self.calls: list[tuple[str, str | None, str]] = []
+        self.columns = columns
+
+    def __call__(self, repo: str, config: str | None, *, split: str) -> Any:
+        self.calls.append((repo, config, split))
+        rows = [f"{split[:1]} line {i:08d}" + "\n" * (i % 2) for i in range(60)]  # some rows have a line end
+        return datasets.Dataset.from_dict(self.columns or {"text": rows})
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    stub = Hub()
+    monkeypatch.setattr(texts, "why_unreachable", lambda: None)
+    monkeypatch.setattr(datasets, "load_dataset", stub)
+    return stub
+
+
+@pytest.mark.parametrize(
+    ("name", "repo", "config"),
+    [
+        ("wikitext2", "Salesforce/wikitext", "wikitext-2-raw-v1"),
+        ("hub:someone/texts:small", "someone/texts", "small"),
+        ("hub:someone/texts", "someone/texts", None),
+    ],
+)
+def test_hub_splits_become_ours(hub: Hub, name: str, repo: str, config: str | None) -> None:
+    text = load_text(name, Bytes(), **SIZES)
+    assert hub.calls == [(repo, config, split) for split in ("train", "validation", "test")]
+    assert [{line[0] for line in part} for part in splits(text)] == [{"t"}, {"v"}, {"t"}]
+    assert not set(lines(text.calibration.windows)) - set(numbered(60, "t").splitlines(keepends=True))
+    assert text.calibration.source == name
+
+
+def test_hub_text_and_a_file(hub: Hub, file: Path) -> None:
+    text = load_text(["wikitext2", file], Bytes(), **SIZES)
+    assert {line[0] for line in lines(text.selection.windows)} == {"v", "x"}
+
+
+def test_data_set_without_text(hub: Hub) -> None:
+    hub.columns = {"question": ["a"], "answer": ["b"]}
+    with pytest.raises(InputError, match=r"someone/qa has no column 'text' \(it has question, answer\)"):
+        load_text("hub:someone/qa", Bytes(), **SIZES)
+
+
+@pytest.mark.parametrize("value", [[1, 2], [["a"], ["b"]]])
+def test_data_set_whose_text_is_none(hub: Hub, value: list[Any]) -> None:
+    hub.columns = {"text": value}
+    with pytest.raises(InputError, match="column 'text' of data set someone/odd does not hold text"):
+        load_text("hub:someone/odd", Bytes(), **SIZES)
+
+
+def test_missing_rows_are_empty(hub: Hub) -> None:
+    rows: list[Any] = [None, *(f"{i:015d}" for i in range(60))]
+    hub.columns = {"text": rows}
+    assert load_text("hub:someone/gaps", Bytes(), **SIZES).selection.tokens == 160
+
+
+def test_data_set_that_fails(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ValueError("Unknown split 'validation'.\nShould be one of ['train']")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(InputError, match=r"someone/one cannot be loaded: Unknown split 'validation'; use --text PATH"):
+        load_text("hub:someone/one", Bytes(), **SIZES)
+
+
+@pytest.fixture
+def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The real libraries, an empty cache of theirs, and no way out."""
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://hub.invalid")  # a name that never resolves
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://hub.invalid")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    return cache
+
+
+def test_data_set_that_is_not_cached_is_told_in_time(no_hub: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(InputError, match=r"not in the local cache.*cannot be reached.*--text PATH.*--text demo"):
+        load_text("wikitext2", Bytes(), **SIZES)
+    assert time.monotonic() - start < 10
+    assert huggingface_hub.constants.HF_HUB_OFFLINE is False  # as they were
+    assert datasets.config.HF_HUB_OFFLINE is False
+
+
+def test_cached_data_set_needs_no_network(no_hub: Path) -> None:
+    """Laid out as `datasets` leaves it after a download."""
+    folder = no_hub / "Salesforce___wikitext" / "wikitext-2-raw-v1" / "0.0.0" / "0123abcd"
+    folder.mkdir(parents=True)
+    info: dict[str, Any] = {}
+    for split, letter in (("train", "t"), ("validation", "v"), ("test", "e")):
+        rows = datasets.Dataset.from_dict({"text": numbered(60, letter).splitlines(keepends=True)})
+        with datasets.arrow_writer.ArrowWriter(
+            path=str(folder / f"wikitext-{split}.arrow"), features=rows.features
+        ) as writer:
+            writer.write_table(rows.data.table)
+            writer.finalize()
+        info[split] = {"name": split, "num_bytes": 1, "num_examples": 60, "dataset_name": "wikitext"}
+    features = {"text": {"dtype": "string", "_type": "Value"}}
+    described = {"config_name": "wikitext-2-raw-v1", "dataset_name": "wikitext", "splits": info, "features": features}
+    (folder / "dataset_info.json").write_text(json.dumps({**described, "version": "0.0.0"}), encoding="utf-8")
+    start = time.monotonic()
+    text = load_text("wikitext2", Bytes(), **SIZES)
+    assert time.monotonic() - start < 10
+    assert [{line[0] for line in part} for part in splits(text)] == [{"t"}, {"v"}, {"e"}]
