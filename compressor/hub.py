@@ -59,13 +59,6 @@ def why_unreachable() -> str | None:
     return next(iter(reasons), None)
 
 
-def require_hub(what: str, alternatives: str) -> None:
-    """Raise, within five seconds, when `what` cannot come from the Hub; `alternatives` says what to do instead."""
-    offline = why_unreachable()
-    if offline:
-        raise InputError(f"{what} needs the Hugging Face Hub, which cannot be reached ({offline}); use {alternatives}")
-
-
 def open_snapshot(repo: str, revision: str | None, *, with_code: bool) -> Snapshot:
     """The repository without its weights: enough to refuse a model before gigabytes of it are downloaded."""
     offline = why_unreachable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -19,12 +20,13 @@ from compressor.modeling_compressor import Replacement
 from compressor.models import load, quiet, source_of
 from compressor.patching import patch, patched
 from compressor.planfile import read_plan
-from compressor.planning import Planner, fit_ranks, judge, predict
+from compressor.planning import Planner, fit_ranks, predict
 from compressor.progress import Progress
 from compressor.recipe import Recipe
 from compressor.reporting import describe_perplexity, describe_plan, describe_profile, put_replacements
 from compressor.saving import check_output, save, write_json
 from compressor.text import SPLITS, Text, load_text
+from compressor.verdicts import judge
 
 DEFAULT_SEQ_LEN = 512
 MOST_VERIFICATIONS = 4  # a plan that verification text refuses is searched again with less to spend
@@ -131,14 +133,15 @@ def compress(recipe: Recipe, *, trust_remote_code: bool = False, progress: Progr
     out = require_out(recipe)
     job = open_job(recipe, trust_remote_code, progress)
     planner, report = prepare(job, budget)
-    tighten = 1.0
+    tighten, ceiling = 1.0, math.inf
     for _ in range(MOST_VERIFICATIONS):
-        found = planner.search(tighten)
+        found = planner.search(tighten, ceiling)
         evaluation = planner.verify(found)
         if evaluation.upper <= planner.allowed:
             return finish(job, found.fits, evaluation, describe_plan(report, found), out)
         progress.say(f"  verification text refuses it: upper end {evaluation.upper:+.3f} of {planner.allowed:.3f}")
         tighten *= 0.9 * planner.allowed / evaluation.upper
+        ceiling = 0.95 * found.predicted
     raise missed(budget, evaluation, planner.allowed)
 
 
@@ -147,7 +150,8 @@ def apply(recipe: Recipe, plan_file: Path, *, trust_remote_code: bool = False, p
     plan, record = read_plan(plan_file)
     ranks = plan.ranks()
     given = recipe.model_dump(exclude_unset=True)
-    recipe = recipes.validate({**plan.recipe, **given}, f"plan {plan_file}")
+    recorded = {key: value for key, value in plan.recipe.items() if key not in ("out", "overwrite")}
+    recipe = recipes.validate({**recorded, **given}, f"plan {plan_file}")
     budget = recipe.budget()
     out = require_out(recipe)
     if not ranks:
@@ -166,6 +170,9 @@ def apply(recipe: Recipe, plan_file: Path, *, trust_remote_code: bool = False, p
         raise missed(budget, evaluation, allowed)
     record["budget"] = {"max_dppl": allowed, "asked": str(budget), "confidence": budget.confidence}
     record["recipe"] = job.recipe.settings()
+    record["parameters"] = {"before": count_parameters(job.model)}
+    sizes = {block.index: block.parameters for block in find_blocks(job.model)}
+    record["blocks"] = [{**b, "params_before": sizes[b["index"]]} for b in record["blocks"] if b["index"] in sizes]
     return finish(job, fits, evaluation, put_replacements(record, fits), out)
 
 

@@ -19,9 +19,10 @@ from compressor.measuring import BlockProfile, Profile
 from compressor.modeling_compressor import Replacement
 from compressor.models import source_of
 from compressor.patching import specs
-from compressor.planning import Plan, Verdict
+from compressor.planning import Plan
 from compressor.sensitivity import Damage
 from compressor.text import SPLITS, Text
+from compressor.verdicts import Verdict
 
 SCHEMA_VERSION = 1
 KEEP = {"kind": "keep", "rank": None, "neurons": None}
@@ -132,7 +133,8 @@ def describe_plan(report: dict[str, Any], plan: Plan) -> dict[str, Any]:
         }
         for trial in plan.trials
     ]
-    return {**put_replacements(report, plan.fits), "selection": describe_perplexity(plan.selection), "trials": trials}
+    found = {"selection": describe_perplexity(plan.selection), "trials": trials, "tasks": {}}
+    return {**put_replacements(report, plan.fits), **found}
 
 
 def describe_perplexity(evaluation: Evaluation) -> dict[str, Any]:

@@ -49,9 +49,8 @@ def whole_directory(target: Path) -> Iterator[Path]:
     try:
         yield partial
         mask = current_umask()  # temporary directories and safetensors files are made for their owner alone
-        partial.chmod(0o777 & ~mask)
-        for file in partial.iterdir():
-            file.chmod(0o666 & ~mask)
+        for path in (partial, *partial.rglob("*")):
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
         if target.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old-", dir=target.parent)) / "old"
             target.rename(old)

@@ -466,8 +466,6 @@ def test_silent_network_is_told_in_time(cache: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(hub, "PROBE_SECONDS", 0.5)
     start = time.monotonic()
     assert "no answer in 0.5 s" in refusal("gpt2")
-    with pytest.raises(InputError, match=r"data set x needs the Hugging Face Hub.*use a file"):
-        hub.require_hub("data set x", "a file")
     assert time.monotonic() - start < 5
 
 

@@ -14,10 +14,11 @@ from compressor.budget import Budget
 from compressor.errors import BudgetError, InputError
 from compressor.evaluating import evaluate
 from compressor.fitting import Calibration, fit, replacement_parameters
+from compressor.frontier import Option, bracket, efficient, ladder_of, sequence
 from compressor.measuring import body, measure
 from compressor.modeling_compressor import Replacement
 from compressor.patching import patched
-from compressor.planning import Option, Planner, bracket, efficient, fit_ranks, ladder_of, sequence
+from compressor.planning import Planner, fit_ranks
 from compressor.progress import Progress
 
 TEXT = random_text()

@@ -26,6 +26,8 @@ ORDER = [
     "patching",
     "sensitivity",
     "fitting",
+    "verdicts",
+    "frontier",
     "planning",
     "checkpoint",
     "reporting",
