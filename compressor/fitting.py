@@ -91,11 +91,11 @@ def fit(
             both = []
             for stream in streams:
                 stream.advance(block.index)
-                moments = Moments.zeros(block.width, block.width, device)
+                moments = Moments.zeros(block.width, block.width, device, whole_yy=False)
 
                 def add(_: Block, rows: Rows, moments: Moments = moments) -> None:
                     weights = stream_weights(rows.h).to(device)
-                    moments.add(Moments.of(rows.x.to(device), rows.y.to(device), weights))
+                    moments.add(Moments.of(rows.x.to(device), rows.y.to(device), weights, whole_yy=False))
 
                 with watch(model, [block], add):
                     stream.run()

@@ -84,17 +84,17 @@ def measure(model: Any, text: Text, *, batch_size: int = 8, seed: int = 0, progr
     device = moments_device(model)
     seq_len = text.seq_len
 
-    def empty() -> dict[int, Moments]:
-        return {b.index: Moments.zeros(b.width, b.width, device) for b in blocks}
+    def empty(whole_yy: bool = False) -> dict[int, Moments]:
+        return {b.index: Moments.zeros(b.width, b.width, device, whole_yy=whole_yy) for b in blocks}
 
-    plain, weighted, held_plain, held_weighted = empty(), empty(), empty(), empty()
+    plain, weighted, held_plain, held_weighted = empty(), empty(), empty(whole_yy=True), empty()
 
     def add(block: Block, rows: Rows, to_plain: dict[int, Moments], to_weighted: dict[int, Moments]) -> None:
         x, y = rows.x.to(device, ACCUMULATION_DTYPE), rows.y.to(device, ACCUMULATION_DTYPE)
         if not (x.sum() + y.sum()).isfinite():
             raise InputError(f"block {block.index} ({block.path}) has NaN or Inf activations; try --dtype float32")
-        to_plain[block.index].add(Moments.of(x, y))
-        to_weighted[block.index].add(Moments.of(x, y, stream_weights(rows.h).to(device)))
+        to_plain[block.index].add(Moments.of(x, y, whole_yy=to_plain is held_plain))
+        to_weighted[block.index].add(Moments.of(x, y, stream_weights(rows.h).to(device), whole_yy=False))
 
     def run(windows: Tensor, step: str) -> None:
         parts = batches(windows, batch_size)
@@ -130,7 +130,7 @@ def measure(model: Any, text: Text, *, batch_size: int = 8, seed: int = 0, progr
     def describe(block: Block) -> BlockProfile:
         held, fit = held_plain[block.index], maps[block.index]
         errors = feature_errors(fit, held)
-        features = 1 - errors / held.yy.diagonal()
+        features = 1 - errors / held.variances
         energies = torch.cat(held_out[block.index].energies)
         top = energies.topk(max(1, round(TOP_ROWS * len(energies)))).values.sum() / energies.sum()
         stream_fit, stream_held = weighted[block.index], held_weighted[block.index]

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from compressor.budget import Budget
 from compressor.errors import InputError
+from compressor.text import CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS
 
 Count = Annotated[int, Field(strict=True, ge=1)]
 
@@ -26,9 +27,9 @@ class Recipe(BaseModel):
     confidence: Annotated[float, Field(ge=0, lt=1)] = 0.95
     text: Annotated[list[str], Field(min_length=1)] | None = None
     seq_len: Annotated[int, Field(strict=True, ge=2)] | None = None
-    calib_tokens: Count = 24_576
-    select_tokens: Count = 8_192
-    verify_tokens: Count = 16_384
+    calib_tokens: Count = CALIBRATION_TOKENS
+    select_tokens: Count = SELECTION_TOKENS
+    verify_tokens: Count = VERIFICATION_TOKENS
     batch_size: Count = 8
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     device: str = "auto"

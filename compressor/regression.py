@@ -71,11 +71,11 @@ def feature_errors(fit: AffineMap, held: Moments) -> Tensor:
     """The summed squared error of a map on other rows, per output feature, from their moments alone."""
     xx, xy, yy = held.about(fit.mean_x, fit.mean_y)
     explained = 2 * (fit.weight * xy).sum(0) - (fit.weight * (xx @ fit.weight)).sum(0)
-    return (yy.diagonal() - explained).clamp_min(0)
+    return ((yy.diagonal() if held.whole_yy else yy) - explained).clamp_min(0)
 
 
 def error_covariance(fit: AffineMap, held: Moments) -> Tensor:
-    """E[e·eᵀ] of a map's errors e on other rows."""
+    """E[e·eᵀ] of a map's errors e on other rows, whose moments hold the whole yy."""
     xx, xy, yy = held.about(fit.mean_x, fit.mean_y)
     cross = xy.T @ fit.weight
     return (yy - cross - cross.T + fit.weight.T @ (xx @ fit.weight)) / held.weight
@@ -83,7 +83,7 @@ def error_covariance(fit: AffineMap, held: Moments) -> Tensor:
 
 def r_squared(errors: Tensor, held: Moments) -> float:
     """1 − SSE/SST over all output features, SST about the held-out mean. Nothing to explain counts as explained."""
-    total, error = held.yy.diagonal().sum().item(), errors.sum().item()
+    total, error = held.variances.sum().item(), errors.sum().item()
     if total == 0:
         return 1.0 if error == 0 else float("-inf")
     return 1.0 - error / total

@@ -49,14 +49,16 @@ def test_gram_is_the_full_product(width: int) -> None:
 
 @pytest.mark.parametrize("mean", [0.0, 1e3, 1e6])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_moments_of_parts_add_up_to_the_whole(mean: float, weighted: bool) -> None:
+@pytest.mark.parametrize("whole_yy", [False, True])
+def test_moments_of_parts_add_up_to_the_whole(mean: float, weighted: bool, whole_yy: bool) -> None:
     x = rows(300, 8) + mean
     y = nonlinear(x - mean) - mean
     w = rows(300, 1, 5)[:, 0].exp() if weighted else None
-    total = Moments.zeros(8, 12)
+    total = Moments.zeros(8, 12, whole_yy=whole_yy)
     for part in torch.arange(300).split([1, 99, 150, 50]):
-        total.add(Moments.of(x[part], y[part], None if w is None else w[part]))
-    whole = Moments.of(x, y, w)
+        total.add(Moments.of(x[part], y[part], None if w is None else w[part], whole_yy=whole_yy))
+    whole = Moments.of(x, y, w, whole_yy=whole_yy)
+    torch.testing.assert_close(whole.variances, Moments.of(x, y, w).yy.diagonal())
     assert total.rows == 300
     for name in ("weight", "mean_x", "mean_y", "xx", "xy", "yy"):
         torch.testing.assert_close(getattr(total, name), getattr(whole, name), rtol=1e-8, atol=1e-6)
@@ -129,6 +131,8 @@ def test_errors_from_moments_equal_errors_of_rows() -> None:
     fit = solve(moments, decompose(moments.xx))
     error = held_y - fit(held_x)
     torch.testing.assert_close(feature_errors(fit, held), error.square().sum(0))
+    diagonal = Moments.of(held_x, held_y, whole_yy=False)
+    torch.testing.assert_close(feature_errors(fit, diagonal), error.square().sum(0))
     torch.testing.assert_close(error_covariance(fit, held), error.T @ error / 100)
 
 
