@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from dataclasses import dataclass
@@ -15,12 +14,13 @@ from compressor.budget import Budget
 from compressor.checkpoint import count_parameters, refuse_foreign_code
 from compressor.errors import BudgetError, InputError
 from compressor.evaluating import Evaluation, compare, evaluate
+from compressor.fitting import Ranks
 from compressor.measuring import measure
 from compressor.modeling_compressor import Replacement
 from compressor.models import load, quiet, source_of
 from compressor.patching import patch, patched
 from compressor.planfile import read_plan
-from compressor.planning import Planner, fit_ranks, predict
+from compressor.planning import Planner, fit_ranks, name_all, predict
 from compressor.progress import Progress
 from compressor.recipe import Recipe
 from compressor.reporting import describe_perplexity, describe_plan, describe_profile, put_replacements
@@ -133,16 +133,21 @@ def compress(recipe: Recipe, *, trust_remote_code: bool = False, progress: Progr
     out = require_out(recipe)
     job = open_job(recipe, trust_remote_code, progress)
     planner, report = prepare(job, budget)
-    tighten, ceiling = 1.0, math.inf
-    for _ in range(MOST_VERIFICATIONS):
-        found = planner.search(tighten, ceiling)
+    found = planner.search()
+    tighten = 1.0
+    for looks in range(1, MOST_VERIFICATIONS + 1):
         evaluation = planner.verify(found)
         if evaluation.upper <= planner.allowed:
-            return finish(job, found.fits, evaluation, describe_plan(report, found), out)
+            report = {**describe_plan(report, found), "verification_looks": looks}
+            return finish(job, found.fits, evaluation, report, out)
         progress.say(f"  verification text refuses it: upper end {evaluation.upper:+.3f} of {planner.allowed:.3f}")
+        refusal = missed(budget, evaluation, planner.allowed, found.ranks)
         tighten *= 0.9 * planner.allowed / evaluation.upper
-        ceiling = 0.95 * found.predicted
-    raise missed(budget, evaluation, planner.allowed)
+        try:
+            found = planner.search(tighten, ceiling=0.95 * found.predicted)
+        except BudgetError:
+            break
+    raise refusal
 
 
 def apply(recipe: Recipe, plan_file: Path, *, trust_remote_code: bool = False, progress: Progress) -> dict[str, Any]:
@@ -167,7 +172,7 @@ def apply(recipe: Recipe, plan_file: Path, *, trust_remote_code: bool = False, p
     evaluation = compare(before, after, recipe.confidence, recipe.seed)
     allowed = budget.dppl(before.perplexity)
     if evaluation.upper > allowed:
-        raise missed(budget, evaluation, allowed)
+        raise missed(budget, evaluation, allowed, ranks)
     record["budget"] = {"max_dppl": allowed, "asked": str(budget), "confidence": budget.confidence}
     record["recipe"] = job.recipe.settings()
     record["parameters"] = {"before": count_parameters(job.model)}
@@ -182,10 +187,11 @@ def require_out(recipe: Recipe) -> Path:
     return check_output(recipe.out, recipe.overwrite, recipe.model)
 
 
-def missed(budget: Budget, evaluation: Evaluation, allowed: float) -> BudgetError:
+def missed(budget: Budget, evaluation: Evaluation, allowed: float, ranks: Ranks) -> BudgetError:
     return BudgetError(
-        f"the budget {budget} is missed on the verification text: ΔPPL {evaluation.delta:+.3f} (upper end "
-        f"{evaluation.upper:+.3f}, allowed {allowed:+.3f}; windows of {evaluation.seq_len} tokens); nothing written"
+        f"the budget {budget} is missed on the verification text: closest was block {name_all(ranks)} with ΔPPL "
+        f"{evaluation.delta:+.3f} (upper end {evaluation.upper:+.3f}, allowed {allowed:+.3f}; windows of "
+        f"{evaluation.seq_len} tokens); nothing written"
     )
 
 

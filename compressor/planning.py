@@ -184,8 +184,8 @@ class Planner:
         found = nearest.evaluation
         return (
             f"no replacement fits the budget {self.budget}: closest was block {name_all(nearest.ranks)} with ΔPPL "
-            f"{found.delta:+.3f} "
-            f"(upper end {found.upper:+.3f}) on the selection text, windows of {found.seq_len} tokens; nothing written"
+            f"{found.delta:+.3f} (upper end {found.upper:+.3f}) on the selection text, windows of {found.seq_len} "
+            "tokens; nothing written"
         )
 
 

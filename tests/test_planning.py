@@ -100,6 +100,20 @@ def test_a_block_that_is_linear_by_its_outlier_rows_is_not_touched() -> None:
     assert 0 not in plan.ranks
 
 
+def test_a_plan_that_verification_refused_does_not_come_back() -> None:
+    model = tiny_model("llama")
+    planner = Planner(model, measure(model, TEXT), TEXT, Budget.parse("4%", confidence=0))
+    found = planner.search()
+    while True:
+        try:
+            smaller = planner.search(ceiling=0.95 * found.predicted)
+        except BudgetError:
+            break
+        assert smaller.predicted < found.predicted
+        assert smaller.ranks != found.ranks
+        found = smaller
+
+
 def test_nothing_fits() -> None:
     model = tiny_model("gpt2")
     with torch.no_grad():  # make every block matter
