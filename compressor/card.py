@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -12,16 +13,15 @@ from compressor.reporting import budget_line, name_replacement, parameters_line,
 
 def card(report: Mapping[str, Any]) -> str:
     """What it is, how to load it, what was measured, what changed. Sections without a measurement are left out."""
-    source = report["source"]["model"]
-    metadata = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "base_model": source,
-        "tags": ["compressor", "compressed", "linear-ffn"],
-    }
+    source = Path(report["source"]["model"])
+    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if not source.is_absolute() and str(source) != "demo":  # a hub id
+        metadata["base_model"] = str(source)
+    metadata["tags"] = ["compressor", "compressed", "linear-ffn"]
+    title = source.name if source.is_absolute() else str(source)  # a card is made to be published: no local paths
     parts = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n",
-        f"# {escape(source)}, compressed\n",
+        f"# {escape(title)}, compressed\n",
         "Some feed-forward blocks of the source model are replaced by far smaller maps in closed form "
         f"(compressor {report['tool']['version']}). Nothing was trained.\n",
     ]
@@ -29,7 +29,8 @@ def card(report: Mapping[str, Any]) -> str:
         lines = [perplexity_line(report["perplexity"]), parameters_line(report["parameters"]), budget_line(report)]
         parts.append("## Measured\n\n" + "".join(f"- {line}\n" for line in lines))
         text = report["text"]["verification"]
-        parts.append(f"Verification text: {escape(text['source'])} (tokens' sha256 `{text['sha256'][:16]}…`).\n")
+        names = ", ".join(Path(name).name for name in text["source"].split(", "))
+        parts.append(f"Verification text: {escape(names)} (tokens' sha256 `{text['sha256'][:16]}…`).\n")
     parts.append(LOADING)
     parts.append("## Blocks\n\n" + block_list(report["blocks"]))
     if "perplexity" in report:
@@ -64,7 +65,8 @@ def block_list(blocks: list[Any]) -> str:
     for block in blocks:
         now = name_replacement(block["replacement"])
         if "r2_lin" in block:
-            size = f"{block['params_before']:,} → {block['params_after']:,}"
+            before, after = block["params_before"], block["params_after"]
+            size = f"{before:,}" if before == after else f"{before:,} → {after:,}"
             figures = f"{block['r2_lin']:.3f} | {block['r2_stream']:.3f} | {block['verdict']}"
             rows.append(f"| {block['index']} | {figures} | {now} | {size} |")
         else:

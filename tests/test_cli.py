@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compressor
 from compressor import cli
+from compressor.card import card as write_card
 from compressor.errors import InputError
 from compressor.modeling_compressor import Replacement
 
@@ -172,7 +173,10 @@ def test_card_says_what_was_measured(compressed: Path) -> None:
     card = (compressed / "README.md").read_text(encoding="utf-8")
     record = read_record(compressed)
     _, head, body = card.split("---\n", 2)
-    assert yaml.safe_load(head)["base_model"] == record["source"]["model"]
+    assert "base_model" not in yaml.safe_load(head)  # the source is a local directory, not a hub id
+    assert str(Path(record["source"]["model"]).parent) not in card, "a card is made to be published"
+    hub = {**record, "source": {**record["source"], "model": "owner/name"}}
+    assert yaml.safe_load(write_card(hub).split("---\n")[1])["base_model"] == "owner/name"
     assert f"{record['perplexity']['baseline']:.3f} → {record['perplexity']['compressed']:.3f}" in body
     assert f"{record['parameters']['before']:,} → {record['parameters']['after']:,}" in body
     assert len(re.findall(r"(?m)^\| \d+ \|", body)) == 3
