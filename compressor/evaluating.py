@@ -79,9 +79,10 @@ def compare(before: Losses, after: Losses, confidence: float = 0.95, seed: int =
     """Resample windows, the same for both models: tokens of one window are not independent, windows nearly are."""
     generator = torch.Generator().manual_seed(seed)
     count = len(before.nats)
-    draws = torch.randint(count, (RESAMPLES, count), generator=generator)
     per_window = torch.stack([before.nats, after.nats]) / before.predicted
-    means = per_window[:, draws].mean(-1)
+    # A few hundred draws at a time: their indices must not outgrow the model on a long text.
+    draws = (torch.randint(count, (RESAMPLES // 20, count), generator=generator) for _ in range(20))
+    means = torch.cat([per_window[:, some].mean(-1) for some in draws], dim=1)
     deltas = means[1].exp() - means[0].exp()
     low, high = torch.quantile(deltas, torch.tensor([0.025, 0.975], dtype=deltas.dtype)).tolist()
     delta = after.perplexity - before.perplexity

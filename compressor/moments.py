@@ -81,19 +81,22 @@ class Moments:
         return self.yy.diagonal() if self.whole_yy else self.yy
 
     def add(self, other: Moments) -> None:
-        """Merge the moments of other rows into these, in place."""
+        """Merge the moments of other rows into these, in place: new matrices per batch would fragment the heap."""
         total = self.weight + other.weight
         if other.rows == 0 or total == 0:
             return
         share = other.weight / total
         step_x, step_y = other.mean_x - self.mean_x, other.mean_y - self.mean_y
-        between = self.weight * share  # w₁·w₂ / (w₁ + w₂)
-        self.xx += other.xx + between * torch.outer(step_x, step_x)
-        self.xy += other.xy + between * torch.outer(step_x, step_y)
-        self.yy += other.yy + between * (torch.outer(step_y, step_y) if self.whole_yy else step_y.square())
-        self.mean_x = self.mean_x + share * step_x
-        self.mean_y = self.mean_y + share * step_y
-        self.weight = total
+        between = (self.weight * share).item()  # w₁·w₂ / (w₁ + w₂)
+        self.xx.add_(other.xx).addr_(step_x, step_x, alpha=between)
+        self.xy.add_(other.xy).addr_(step_x, step_y, alpha=between)
+        if self.whole_yy:
+            self.yy.add_(other.yy).addr_(step_y, step_y, alpha=between)
+        else:
+            self.yy.add_(other.yy).add_(step_y.square(), alpha=between)
+        self.mean_x.add_(step_x * share)
+        self.mean_y.add_(step_y * share)
+        self.weight.copy_(total)
         self.rows += other.rows
 
     def about(self, mean_x: Tensor, mean_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
