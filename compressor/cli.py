@@ -84,6 +84,12 @@ def options(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in elsewhere}
 
 
+def refuse_out_of_reach(model: str | None) -> None:
+    from compressor import hub
+
+    hub.refuse_out_of_reach(model)
+
+
 def begin() -> Progress:
     from compressor.progress import Progress
 
@@ -132,6 +138,7 @@ def run(
 ) -> None:
     """The whole job; `compress MODEL …` is short for `compress run MODEL …`."""
     values = options(locals())
+    refuse_out_of_reach(model)
     from compressor import pipeline, recipe, reporting
 
     report = pipeline.compress(
@@ -158,6 +165,7 @@ def profile(
 ) -> None:
     """Measure only: how linear every block is, and which must not be touched."""
     values = options(locals())
+    refuse_out_of_reach(model)
     from compressor import pipeline, recipe, reporting
 
     report = pipeline.profile(
@@ -189,6 +197,7 @@ def plan(
 ) -> None:
     """Measure and search: write plan.json, touch no weights."""
     values = options(locals())
+    refuse_out_of_reach(model)
     from compressor import pipeline, recipe, reporting
 
     settings = recipe.resolve(recipe_file, values)
@@ -214,6 +223,7 @@ def apply(
 ) -> None:
     """Fit, patch and save a given plan, if it holds its budget."""
     values = options(locals())
+    refuse_out_of_reach(model)
     from compressor import pipeline, recipe, reporting
 
     settings = recipe.resolve(None, values)

@@ -5,15 +5,17 @@ What is cached is used without a network. A failure is one InputError, within se
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import constants, get_session, is_offline_mode, snapshot_download
+from huggingface_hub import constants, get_session, is_offline_mode, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -57,6 +59,19 @@ def why_unreachable() -> str | None:
     thread.start()
     thread.join(PROBE_SECONDS)
     return next(iter(reasons), None)
+
+
+def refuse_out_of_reach(model: str | None) -> None:
+    """Refuse a hub id that is neither cached nor reachable before torch is imported, which takes longer than this."""
+    if model is None or model == "demo" or os.path.exists(os.path.expanduser(model)):
+        return
+    try:
+        cached = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:  # not a hub id: `models.load` says what it is
+        return
+    offline = None if isinstance(cached, str) else why_unreachable()
+    if offline and not model.startswith((".", "~", os.sep)):
+        raise not_cached(model, offline)
 
 
 def open_snapshot(repo: str, revision: str | None, *, with_code: bool) -> Snapshot:
