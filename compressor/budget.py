@@ -1,11 +1,15 @@
-"""The promise: the largest rise in perplexity that the user accepts, and how sure to be of it."""
+"""The promise: the largest rise in perplexity and fall in task scores that the user accepts, and how sure to be."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from compressor.errors import InputError
+
+NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.:-]+)=(?P<rest>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -37,3 +41,52 @@ class Budget:
     def __str__(self) -> str:
         digits = repr(self.amount).removesuffix(".0")  # all of them: the record is read back
         return f"{digits}%" if self.percent else digits
+
+
+def parse_drop(text: str | float) -> float:
+    """The largest fall of a task's score: a fraction of 1, such as 0.01 for one point of a hundred."""
+    word = str(text).strip()
+    try:
+        drop = float(word.removesuffix("%")) / (100 if word.endswith("%") else 1)
+    except ValueError:
+        raise InputError(f"--max-task-drop must be a number, got {word!r}; try --max-task-drop 0.01") from None
+    if not math.isfinite(drop) or not 0 <= drop <= 1:
+        raise InputError(f"--max-task-drop must be between 0 and 1, got {word}; try --max-task-drop 0.01")
+    return drop
+
+
+def split_name(word: str) -> tuple[str | None, str]:
+    """`name=value` → (name, value); a word without a name → (None, word)."""
+    match = NAMED.fullmatch(word)
+    return (match["name"], match["rest"]) if match else (None, word)
+
+
+def by_name(option: str, words: Iterable[str], names: Iterable[str], what: str) -> dict[str | None, str]:
+    """`name=value` words by name, a value without a name under None. A name that nobody knows is refused."""
+    known = list(dict.fromkeys(names))
+    given: dict[str | None, str] = {}
+    for word in words:
+        name, value = split_name(word)
+        if name is not None and name not in known:
+            raise InputError(f"{option} {word}: there is no {what} {name!r} (known: {', '.join(known) or 'none'})")
+        if name in given:
+            raise InputError(f"{option} is given twice{f' for {what} {name}' if name else ''}; give it once")
+        given[name] = value
+    return given
+
+
+def budgets_of(words: Iterable[str], texts: Iterable[str], confidence: float) -> dict[str, Budget]:
+    """The budget of every text. A text without one is refused: it must not get worse in silence."""
+    texts = list(texts)
+    given = by_name("--max-dppl", words, texts, "text")
+    for name in texts:
+        if not given.get(name, given.get(None)):
+            raise InputError(f"text {name!r} has no budget; add --max-dppl {name}=1.0, or --max-dppl 1.0 for all")
+    return {name: Budget.parse(given.get(name, given.get(None, "")), confidence) for name in texts}
+
+
+def drops_of(words: Iterable[str], asked: Mapping[str, str]) -> dict[str, float | None]:
+    """The largest drop of every task (None: only reported). `asked` maps a task to the name the user gave for it."""
+    given = by_name("--max-task-drop", words, [*asked, *asked.values()], "task")
+    found = {task: given.get(task, given.get(name, given.get(None))) for task, name in asked.items()}
+    return {task: None if word is None else parse_drop(word) for task, word in found.items()}

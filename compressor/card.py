@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from compressor.reporting import budget_line, name_replacement, parameters_line, perplexity_line
+from compressor.reporting import name_replacement, parameters_line, task_lines, text_lines
 
 
 def card(report: Mapping[str, Any]) -> str:
@@ -26,10 +26,10 @@ def card(report: Mapping[str, Any]) -> str:
         f"(compressor {report['tool']['version']}). Nothing was trained.\n",
     ]
     if "perplexity" in report:
-        lines = [perplexity_line(report["perplexity"]), parameters_line(report["parameters"]), budget_line(report)]
+        lines = [*text_lines(report), parameters_line(report["parameters"]), *map(escape, task_lines(report))]
         parts.append("## Measured\n\n" + "".join(f"- {line}\n" for line in lines))
         text = report["text"]["verification"]
-        names = ", ".join(Path(name).name for name in text["source"].split(", "))
+        names = ", ".join(Path(name).name for name in text["source"].split(", "))  # no local paths
         parts.append(f"Verification text: {escape(names)} (tokens' sha256 `{text['sha256'][:16]}…`).\n")
     parts.append(LOADING)
     parts.append("## Blocks\n\n" + block_list(report["blocks"]))
@@ -76,4 +76,4 @@ def block_list(blocks: list[Any]) -> str:
 
 def escape(text: str) -> str:
     """A name or path as plain Markdown text."""
-    return "".join(f"\\{c}" if c in "\\`*_{}[]<>()#+!|~" else c for c in " ".join(text.split()))
+    return "".join(f"\\{c}" if c in "\\`*_{}[]<>()#+!|~" else c for c in " ".join(str(text).split()))

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError
 
 from compressor import recipe as recipes
-from compressor.budget import Budget
+from compressor.announcing import append_summary, junit, refuse_unwritable
+from compressor.assessing import tokenizer_sha256
+from compressor.baseline import BaselineFile, baseline_of, compare_with, read_baseline, refuse_other_model
 from compressor.checkpoint import count_parameters
 from compressor.errors import InputError
-from compressor.evaluating import compare, evaluate
 from compressor.models import load, source_of
-from compressor.pipeline import open_text
+from compressor.page import page
+from compressor.pipeline import Setting, make_evaluator, name_tasks, open_text, timings
 from compressor.planfile import Part, PlannedBlock, PlannedBudget, PlannedReplacement, PlannedSource, list_mistakes
-from compressor.progress import Progress
-from compressor.recipe import Recipe
-from compressor.reporting import describe_perplexity, describe_source, describe_text, describe_tool
-from compressor.saving import RECORD
+from compressor.records import describe_assessment, describe_source, describe_text, describe_tool
+from compressor.saving import RECORD, write_json
 from compressor.weights import read_json
 
 
@@ -91,60 +94,110 @@ def read_record(directory: Path) -> dict[str, Any]:
     return record
 
 
-def check(
-    directory: Path, options: dict[str, Any], *, source: str | None, trust_remote_code: bool, progress: Progress
-) -> dict[str, Any]:
-    """Perplexity of both on the same windows; `passed` says whether the budget holds."""
+@dataclass(frozen=True)
+class Gate:
+    """What a check is held against and where its verdict goes, besides the terminal."""
+
+    source: str | None = None
+    baseline: Path | None = None
+    update_baseline: bool = False
+    tolerance: float = 0.005
+    junit: Path | None = None
+    page: Path | None = None
+
+    def refuse_mistakes(self) -> BaselineFile | None:
+        """Say what is wrong before the work; the baseline, when there is one to compare with."""
+        if self.update_baseline and self.baseline is None:
+            raise InputError("--update-baseline needs a file: add --baseline baseline.json")
+        if not 0 <= self.tolerance < 1:
+            raise InputError(f"--tolerance must be at least 0 and below 1, got {self.tolerance}; try 0.005")
+        for option, file in (("--baseline", self.baseline), ("--junit", self.junit), ("--report", self.page)):
+            refuse_unwritable(option, file)
+        if self.baseline is None or (self.update_baseline and not self.baseline.exists()):
+            return None
+        return read_baseline(self.baseline)
+
+
+def check(directory: Path, options: dict[str, Any], gate: Gate, setting: Setting) -> dict[str, Any]:
+    """Both models on the same texts, tasks and prompts; `passed` says whether every promise holds."""
+    began = time.perf_counter()
     record = read_record(directory)
+    baseline = gate.refuse_mistakes()
     file = directory / "recipe.yaml"
     recipe = recipes.resolve(file if file.is_file() else None, options)
-    budget = recorded_budget(record, recipe)
-    origin = source or str(recipe.model or record["source"].get("model"))
-    revision = None if source else record["source"].get("revision")
-    progress.say(f"load {directory} and its source {origin}")
+    recipe = recipe.model_copy(update={"max_dppl": recipe.max_dppl or recorded_budget(record)})
+    origin = gate.source or str(recipe.model or record["source"].get("model"))
+    revision = None if gate.source else record["source"].get("revision")
+    tasks, recipe = name_tasks(recipe, setting.trust_remote_code)
+    setting.progress.say(f"load {directory} and its source {origin}")
     placing: dict[str, Any] = {"device": recipe.device, "dtype": recipe.dtype}
     compressed, tokenizer = load(str(directory), allow_compressed=True, **placing)
     try:
-        original, _ = load(origin, trust_remote_code=trust_remote_code, revision=revision, **placing)
+        original, _ = load(origin, trust_remote_code=setting.trust_remote_code, revision=revision, **placing)
     except InputError as error:
-        if source:
+        if gate.source:
             raise
         raise InputError(f"the source of {directory}: {error}; if it has moved, add --source DIRECTORY") from error
     text, recipe = open_text(recipe.model_copy(update={"model": origin}), original, tokenizer)
-    windows = text.verification.windows
-    before, after = (
-        evaluate(model, windows, batch_size=recipe.batch_size, progress=progress, step=step)
-        for model, step in ((original, "source"), (compressed, "compressed"))
-    )
-    evaluation = compare(before, after, recipe.confidence, recipe.seed)
-    allowed = budget.dppl(before.perplexity)
     counts = count_parameters(original), count_parameters(compressed)
-    return {
+    source = describe_source(original)
+    if baseline is not None and gate.baseline is not None:
+        refuse_other_model(baseline, source, counts[0], gate.baseline)
+    evaluator = make_evaluator(recipe, original, tokenizer, text, tasks, setting)
+    before = evaluator.measure(original, "source", stored=True)
+    after = evaluator.measure(compressed, "compressed", stored=True)
+    found = evaluator.assess(before, after, compressed, stored=True)
+    report = {
         **describe_tool(),
         "directory": str(directory),
-        "source": describe_source(original),
+        "source": source,
+        "compressed_sha256": source_of(compressed).weights_sha256,
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
         "text": describe_text(text),
-        "budget": {"max_dppl": allowed, "asked": str(budget), "confidence": budget.confidence},
-        "perplexity": describe_perplexity(evaluation),
         "parameters": {
             "before": counts[0],
             "after": counts[1],
             "removed": counts[0] - counts[1],
             "removed_fraction": (counts[0] - counts[1]) / counts[0],
         },
-        "warnings": differences(record, source_of(original).weights_sha256, describe_text(text)),
-        "passed": evaluation.upper <= allowed,
+        "recipe": recipe.settings(),
+        **describe_assessment(found, evaluator),
     }
+    report["warnings"] += differences(record, source["weights_sha256"], report["text"])
+    now = baseline_of(report)
+    if baseline is not None and not gate.update_baseline:
+        checks, warnings = compare_with(baseline, now, gate.tolerance)
+        report["checks"] += [asdict(check) for check in checks]
+        report["warnings"] += warnings
+    report["passed"] = all(check["passed"] for check in report["checks"])
+    report["timings"] = timings(setting.progress, began)
+    announce(report, now, gate)
+    return report
 
 
-def recorded_budget(record: dict[str, Any], recipe: Recipe) -> Budget:
-    """The budget given now, else the recorded one."""
-    if recipe.max_dppl is not None:
-        return recipe.budget()
+def announce(report: dict[str, Any], now: dict[str, Any], gate: Gate) -> None:
+    """Write what was asked for. A baseline is kept only when the budget holds."""
+    try:
+        if gate.baseline is not None and gate.update_baseline and report["passed"]:
+            write_json(gate.baseline, now)
+            report["baseline_written"] = str(gate.baseline)
+        if gate.junit is not None:
+            gate.junit.write_text(junit(report), encoding="utf-8")
+        if gate.page is not None:
+            gate.page.write_text(page(report), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{error.filename} cannot be written: {error.strerror}") from error
+    steps = os.environ.get("GITHUB_STEP_SUMMARY")
+    if steps:
+        append_summary(steps, report)
+
+
+def recorded_budget(record: dict[str, Any]) -> list[str]:
+    """The budget that the checkpoint was made with, as words of the command line."""
     recorded = record.get("budget") or {}
     if "asked" not in recorded:
         raise InputError("the checkpoint records no budget; give one with --max-dppl 1.0")
-    return Budget.parse(recorded["asked"], recipe.confidence)
+    return str(recorded["asked"]).split(",")
 
 
 def differences(record: dict[str, Any], weights_sha256: str, text: dict[str, Any]) -> list[str]:

@@ -11,10 +11,13 @@ import typer
 from typer.core import TyperGroup
 
 from compressor import __version__
+from compressor import options as opt
 from compressor.errors import BudgetError, InputError
 
 if TYPE_CHECKING:
-    from compressor.progress import Progress
+    from rich.table import Table
+
+    from compressor.pipeline import Setting
 
 DONE, MISSED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -53,62 +56,43 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Model = Annotated[str | None, typer.Argument(help="hub id, local directory, or `demo`", show_default=False)]
-Directory = Annotated[Path, typer.Argument(help="a directory that compress wrote", show_default=False)]
-MaxDppl = Annotated[str | None, typer.Option(help="largest rise in perplexity: 1.0, or 2% of the baseline")]
-Confidence = Annotated[float | None, typer.Option(help="of the interval's upper end; 0 = point estimate  [0.95]")]
-Out = Annotated[str | None, typer.Option(help="directory to write; it appears whole or not at all")]
-Overwrite = Annotated[bool | None, typer.Option("--overwrite", help="replace an earlier result in --out")]
-RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="YAML file with any of these options")]
-TextNames = Annotated[
-    list[str] | None,
-    typer.Option("--text", help="UTF-8 file (repeat for several), wikitext2, hub:OWNER/NAME, or demo  [wikitext2]"),
-]
-SeqLen = Annotated[int | None, typer.Option(help="tokens per window  [512, or the model's context]")]
-CalibTokens = Annotated[int | None, typer.Option(help="tokens to measure and fit on  [24576]")]
-SelectTokens = Annotated[int | None, typer.Option(help="tokens to search on  [8192]")]
-VerifyTokens = Annotated[int | None, typer.Option(help="tokens to report on  [16384]")]
-BatchSize = Annotated[int | None, typer.Option(help="windows per forward pass  [8]")]
-Seed = Annotated[int | None, typer.Option(help="which windows are drawn  [0]")]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:N, mps  [auto]")]
-Dtype = Annotated[str | None, typer.Option(help="to compute in: auto, float32, bfloat16, float16  [auto]")]
-Revision = Annotated[str | None, typer.Option(help="commit, branch or tag of a hub id")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="run code that comes with the model")]
-Json = Annotated[bool, typer.Option("--json", help="print the report alone, as JSON")]
-Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 
-
-def options(values: dict[str, Any]) -> dict[str, Any]:
+def recipe_keys(values: dict[str, Any]) -> dict[str, Any]:
     """A command's parameters that are keys of a recipe."""
-    elsewhere = {"recipe_file", "trust_remote_code", "as_json", "debug", "plan_file", "plan_out", "directory", "source"}
+    elsewhere = {"recipe_file", "trust_remote_code", "as_json", "debug", "plan_file", "plan_out", "cache", "no_cache"}
     return {key: value for key, value in values.items() if key not in elsewhere}
 
 
-def refuse_out_of_reach(model: str | None) -> None:
-    from compressor import hub
+def refuse_early(model: str | None, values: dict[str, Any], trust_remote_code: bool = False) -> None:
+    """What can be refused before torch is imported, which takes longer than this."""
+    from compressor import hub, taskfiles
 
     hub.refuse_out_of_reach(model)
+    names = [name for word in values.get("tasks") or [] for name in word.split(",") if name]
+    if names:
+        taskfiles.refuse_unusable(taskfiles.find_tasks(names, values.get("task_path") or []), trust_remote_code)
 
 
-def begin() -> Progress:
+def begin(trust_remote_code: bool, cache: Path | None = None, no_cache: bool = False) -> Setting:
+    from compressor.cache import default_directory
+    from compressor.pipeline import Setting
     from compressor.progress import Progress
 
-    return Progress(visible=True)
+    return Setting(Progress(visible=True), trust_remote_code, None if no_cache else cache or default_directory())
 
 
-def emit(report: dict[str, Any], as_json: bool, lines: list[str], table: bool) -> None:
+def emit(report: dict[str, Any], as_json: bool, lines: list[str], table: Table | None) -> None:
     """The result on stdout: JSON alone, or a table and a few lines."""
     from rich.console import Console
 
-    from compressor.reporting import block_table
     from compressor.saving import to_json
 
     if as_json:
         print(to_json(report))
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    if table:
-        console.print(block_table(report))
+    if table is not None:
+        console.print(table)
         console.print()
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
@@ -116,155 +100,184 @@ def emit(report: dict[str, Any], as_json: bool, lines: list[str], table: bool) -
 
 @app.command()
 def run(
-    model: Model = None,
-    max_dppl: MaxDppl = None,
-    out: Out = None,
-    text: TextNames = None,
-    recipe_file: RecipeFile = None,
-    overwrite: Overwrite = None,
-    confidence: Confidence = None,
-    seq_len: SeqLen = None,
-    calib_tokens: CalibTokens = None,
-    select_tokens: SelectTokens = None,
-    verify_tokens: VerifyTokens = None,
-    batch_size: BatchSize = None,
-    seed: Seed = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-    as_json: Json = False,
-    debug: Debug = False,
+    model: opt.Model = None,
+    max_dppl: opt.MaxDppl = None,
+    out: opt.Out = None,
+    text: opt.TextNames = None,
+    recipe_file: opt.RecipeFile = None,
+    overwrite: opt.Overwrite = None,
+    confidence: opt.Confidence = None,
+    seq_len: opt.SeqLen = None,
+    calib_tokens: opt.CalibTokens = None,
+    select_tokens: opt.SelectTokens = None,
+    verify_tokens: opt.VerifyTokens = None,
+    tasks: opt.Tasks = None,
+    max_task_drop: opt.MaxTaskDrop = None,
+    task_path: opt.TaskPath = None,
+    task_limit: opt.TaskLimit = None,
+    generate: opt.Generate = None,
+    prompts: opt.Prompts = None,
+    batch_size: opt.BatchSize = None,
+    seed: opt.Seed = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    revision: opt.Revision = None,
+    cache: opt.CacheDirectory = None,
+    no_cache: opt.NoCache = False,
+    trust_remote_code: opt.Trust = False,
+    as_json: opt.Json = False,
+    debug: opt.Debug = False,
 ) -> None:
     """The whole job; `compress MODEL …` is short for `compress run MODEL …`."""
-    values = options(locals())
-    refuse_out_of_reach(model)
+    values = recipe_keys(locals())
+    refuse_early(model, values, trust_remote_code)
     from compressor import pipeline, recipe, reporting
 
-    report = pipeline.compress(
-        recipe.resolve(recipe_file, values), trust_remote_code=trust_remote_code, progress=begin()
-    )
-    emit(report, as_json, reporting.result_lines(report), table=True)
+    settings = recipe.resolve(recipe_file, values)
+    report = pipeline.compress(settings, begin(trust_remote_code, cache, no_cache))
+    emit(report, as_json, reporting.result_lines(report), reporting.block_table(report))
 
 
 @app.command()
 def profile(
-    model: Model = None,
-    text: TextNames = None,
-    recipe_file: RecipeFile = None,
-    seq_len: SeqLen = None,
-    calib_tokens: CalibTokens = None,
-    batch_size: BatchSize = None,
-    seed: Seed = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-    as_json: Json = False,
-    debug: Debug = False,
+    model: opt.Model = None,
+    text: opt.TextNames = None,
+    recipe_file: opt.RecipeFile = None,
+    seq_len: opt.SeqLen = None,
+    calib_tokens: opt.CalibTokens = None,
+    batch_size: opt.BatchSize = None,
+    seed: opt.Seed = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    revision: opt.Revision = None,
+    trust_remote_code: opt.Trust = False,
+    as_json: opt.Json = False,
+    debug: opt.Debug = False,
 ) -> None:
     """Measure only: how linear every block is, and which must not be touched."""
-    values = options(locals())
-    refuse_out_of_reach(model)
+    values = recipe_keys(locals())
+    refuse_early(model, values)
     from compressor import pipeline, recipe, reporting
 
-    report = pipeline.profile(
-        recipe.resolve(recipe_file, values), trust_remote_code=trust_remote_code, progress=begin()
-    )
-    emit(report, as_json, reporting.profile_lines(report), table=True)
+    report = pipeline.profile(recipe.resolve(recipe_file, values), begin(trust_remote_code))
+    emit(report, as_json, reporting.profile_lines(report), reporting.block_table(report))
 
 
 @app.command()
 def plan(
-    model: Model = None,
-    max_dppl: MaxDppl = None,
+    model: opt.Model = None,
+    max_dppl: opt.MaxDppl = None,
     plan_out: Annotated[Path, typer.Option("--out", help="file to write")] = Path("plan.json"),
-    text: TextNames = None,
-    recipe_file: RecipeFile = None,
-    confidence: Confidence = None,
-    seq_len: SeqLen = None,
-    calib_tokens: CalibTokens = None,
-    select_tokens: SelectTokens = None,
-    verify_tokens: VerifyTokens = None,
-    batch_size: BatchSize = None,
-    seed: Seed = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-    as_json: Json = False,
-    debug: Debug = False,
+    text: opt.TextNames = None,
+    recipe_file: opt.RecipeFile = None,
+    confidence: opt.Confidence = None,
+    seq_len: opt.SeqLen = None,
+    calib_tokens: opt.CalibTokens = None,
+    select_tokens: opt.SelectTokens = None,
+    verify_tokens: opt.VerifyTokens = None,
+    batch_size: opt.BatchSize = None,
+    seed: opt.Seed = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    revision: opt.Revision = None,
+    trust_remote_code: opt.Trust = False,
+    as_json: opt.Json = False,
+    debug: opt.Debug = False,
 ) -> None:
     """Measure and search: write plan.json, touch no weights."""
-    values = options(locals())
-    refuse_out_of_reach(model)
+    values = recipe_keys(locals())
+    refuse_early(model, values)
     from compressor import pipeline, recipe, reporting
 
     settings = recipe.resolve(recipe_file, values)
-    report = pipeline.plan(settings, plan_out, trust_remote_code=trust_remote_code, progress=begin())
-    emit(report, as_json, reporting.plan_lines(report, plan_out), table=True)
+    report = pipeline.plan(settings, plan_out, begin(trust_remote_code))
+    emit(report, as_json, reporting.plan_lines(report, plan_out), reporting.block_table(report))
 
 
 @app.command()
 def apply(
     model: Annotated[str, typer.Argument(help="the model that the plan was made for", show_default=False)],
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json", show_default=False)],
-    out: Out = None,
-    overwrite: Overwrite = None,
-    max_dppl: MaxDppl = None,
-    confidence: Confidence = None,
-    batch_size: BatchSize = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-    as_json: Json = False,
-    debug: Debug = False,
+    out: opt.Out = None,
+    overwrite: opt.Overwrite = None,
+    max_dppl: opt.MaxDppl = None,
+    confidence: opt.Confidence = None,
+    tasks: opt.Tasks = None,
+    max_task_drop: opt.MaxTaskDrop = None,
+    task_path: opt.TaskPath = None,
+    task_limit: opt.TaskLimit = None,
+    generate: opt.Generate = None,
+    prompts: opt.Prompts = None,
+    batch_size: opt.BatchSize = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    revision: opt.Revision = None,
+    cache: opt.CacheDirectory = None,
+    no_cache: opt.NoCache = False,
+    trust_remote_code: opt.Trust = False,
+    as_json: opt.Json = False,
+    debug: opt.Debug = False,
 ) -> None:
     """Fit, patch and save a given plan, if it holds its budget."""
-    values = options(locals())
-    refuse_out_of_reach(model)
+    values = recipe_keys(locals())
+    refuse_early(model, values, trust_remote_code)
     from compressor import pipeline, recipe, reporting
 
     settings = recipe.resolve(None, values)
-    report = pipeline.apply(settings, plan_file, trust_remote_code=trust_remote_code, progress=begin())
-    emit(report, as_json, reporting.result_lines(report), table=True)
+    report = pipeline.apply(settings, plan_file, begin(trust_remote_code, cache, no_cache))
+    emit(report, as_json, reporting.result_lines(report), reporting.block_table(report))
 
 
 @app.command()
 def check(
-    directory: Directory,
-    max_dppl: MaxDppl = None,
-    source: Annotated[str | None, typer.Option(help="the source model  [as recorded]")] = None,
-    text: TextNames = None,
-    confidence: Confidence = None,
-    seq_len: SeqLen = None,
-    verify_tokens: VerifyTokens = None,
-    batch_size: BatchSize = None,
-    seed: Seed = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: Trust = False,
-    as_json: Json = False,
-    debug: Debug = False,
+    directory: opt.Directory,
+    max_dppl: opt.MaxDppl = None,
+    source: opt.SourceModel = None,
+    baseline: opt.Baseline = None,
+    update_baseline: opt.UpdateBaseline = False,
+    tolerance: opt.Tolerance = 0.005,
+    junit: opt.Junit = None,
+    page: opt.Page = None,
+    text: opt.TextNames = None,
+    confidence: opt.Confidence = None,
+    seq_len: opt.SeqLen = None,
+    verify_tokens: opt.VerifyTokens = None,
+    tasks: opt.Tasks = None,
+    max_task_drop: opt.MaxTaskDrop = None,
+    task_path: opt.TaskPath = None,
+    task_limit: opt.TaskLimit = None,
+    generate: opt.Generate = None,
+    prompts: opt.Prompts = None,
+    batch_size: opt.BatchSize = None,
+    seed: opt.Seed = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    cache: opt.CacheDirectory = None,
+    no_cache: opt.NoCache = False,
+    trust_remote_code: opt.Trust = False,
+    as_json: opt.Json = False,
+    debug: opt.Debug = False,
 ) -> None:
-    """The gate for CI: measure a checkpoint against its source again; exit 1 when the budget is missed."""
-    values = options(locals())
+    """The gate for CI: measure a checkpoint against its source again; exit 1 when a promise is broken."""
+    values = recipe_keys(locals())
+    values.pop("directory")
+    gate = {name: values.pop(name) for name in ("source", "baseline", "update_baseline", "tolerance", "junit", "page")}
+    refuse_early(None, values, trust_remote_code)
     from compressor import checking, reporting
 
-    report = checking.check(directory, values, source=source, trust_remote_code=trust_remote_code, progress=begin())
-    emit(report, as_json, reporting.check_lines(report), table=False)
+    report = checking.check(directory, values, checking.Gate(**gate), begin(trust_remote_code, cache, no_cache))
+    emit(report, as_json, reporting.check_lines(report), reporting.check_table(report))
     raise typer.Exit(DONE if report["passed"] else MISSED)
 
 
 @app.command()
-def info(directory: Directory, as_json: Json = False, debug: Debug = False) -> None:
+def info(directory: opt.Directory, as_json: opt.Json = False, debug: opt.Debug = False) -> None:
     """What a compressed checkpoint contains."""
     from compressor import checking, reporting
 
     record = checking.read_record(directory)
-    measured = "perplexity" in record
-    emit(record, as_json, reporting.info_lines(record), table=measured)
+    table = reporting.block_table(record) if "perplexity" in record else None
+    emit(record, as_json, reporting.info_lines(record), table)
 
 
 @app.callback(invoke_without_command=True)
@@ -296,10 +309,8 @@ def main() -> None:
 
 
 def explain(error: BaseException) -> int:
-    if isinstance(error, BudgetError):
-        return fail(str(error), MISSED)
-    if isinstance(error, InputError):
-        return fail(str(error), BAD_INPUT)
+    if isinstance(error, (BudgetError, InputError)):
+        return fail(str(error), MISSED if isinstance(error, BudgetError) else BAD_INPUT)
     if hasattr(error, "format_message"):  # the command line itself was wrong
         return fail(f"{error.format_message().rstrip('.')}; see compress --help", BAD_INPUT)
     if type(error).__name__ == "Abort":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +19,21 @@ RESAMPLES = 4000
 
 @dataclass(frozen=True)
 class Losses:
-    """Summed nats per window (float64) over `predicted` tokens each."""
+    """Nats of every predicted token [windows, seq_len − 1]."""
 
     nats: Tensor
-    predicted: int
 
     @property
-    def tokens(self) -> int:
-        return len(self.nats) * self.predicted
+    def windows(self) -> Tensor:
+        """Mean nats of every window (float64)."""
+        return self.nats.double().mean(1)
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.nats.sum().item() / self.tokens)
+        return math.exp(self.nats.double().sum().item() / self.nats.numel())
+
+    def part(self, windows: slice) -> Losses:
+        return Losses(self.nats[windows])
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,14 @@ def logits_batch(model: Any, seq_len: int, batch_size: int) -> int:
 
 
 @torch.no_grad()
-def window_losses(model: Any, windows: Tensor, batch_size: int, progress: Progress, step: str) -> Losses:
-    """The loss of every window, each token predicted from the ones before it in its window."""
+def evaluate(
+    model: Any, windows: Tensor, *, batch_size: int = 8, progress: Progress | None = None, step: str = "evaluate"
+) -> Losses:
+    """The loss of every token of windows [count, seq_len], predicted from the ones before it in its window.
+
+    `.perplexity` is exp(total nats / total predicted tokens).
+    """
+    progress = progress or Progress()
     parts = batches(windows, logits_batch(model, windows.shape[1], batch_size))
     nats: list[Tensor] = []
     for batch in progress.track(step, parts, len(parts)):
@@ -64,12 +74,13 @@ def window_losses(model: Any, windows: Tensor, batch_size: int, progress: Progre
         logits = model(input_ids=batch, use_cache=False).logits
         for window, scores in zip(batch, logits, strict=True):
             loss = torch.nn.functional.cross_entropy(scores[:-1].float(), window[1:], reduction="none")
-            nats.append(loss.double().sum().cpu())
-    losses = Losses(torch.stack(nats), windows.shape[1] - 1)
-    bad = (~losses.nats.isfinite()).nonzero()
+            nats.append(loss.cpu())
+    losses = Losses(torch.stack(nats))
+    means = losses.windows
+    bad = (~means.isfinite()).nonzero()
     if len(bad):
         raise InputError(
-            f"the model's loss is {losses.nats[bad[0]].item()} in window {bad[0].item()}: its activations overflow; "
+            f"the model's loss is {means[bad[0]].item()} in window {bad[0].item()}: its activations overflow; "
             "try --dtype float32"
         )
     return losses
@@ -77,29 +88,38 @@ def window_losses(model: Any, windows: Tensor, batch_size: int, progress: Progre
 
 def compare(before: Losses, after: Losses, confidence: float = 0.95, seed: int = 0) -> Evaluation:
     """Resample windows, the same for both models: tokens of one window are not independent, windows nearly are."""
-    generator = torch.Generator().manual_seed(seed)
-    count = len(before.nats)
-    per_window = torch.stack([before.nats, after.nats]) / before.predicted
-    # A few hundred draws at a time: their indices must not outgrow the model on a long text.
-    draws = (torch.randint(count, (RESAMPLES // 20, count), generator=generator) for _ in range(20))
-    means = torch.cat([per_window[:, some].mean(-1) for some in draws], dim=1)
+    means = resampled_means(torch.stack([before.windows, after.windows]), seed)
     deltas = means[1].exp() - means[0].exp()
-    low, high = torch.quantile(deltas, torch.tensor([0.025, 0.975], dtype=deltas.dtype)).tolist()
     delta = after.perplexity - before.perplexity
-    upper = delta if confidence == 0 else torch.quantile(deltas, (1 + confidence) / 2).item()
+    interval, upper = interval_of(deltas, delta, confidence)
     return Evaluation(
         baseline=before.perplexity,
         compressed=after.perplexity,
         delta=delta,
-        delta_ci95=(low, high),
+        delta_ci95=interval,
         upper=upper,
-        tokens=before.tokens,
-        seq_len=before.predicted + 1,
+        tokens=before.nats.numel(),
+        seq_len=before.nats.shape[1] + 1,
     )
 
 
-def evaluate(
-    model: Any, windows: Tensor, *, batch_size: int = 8, progress: Progress | None = None, step: str = "evaluate"
-) -> Losses:
-    """The loss of a model on windows [count, seq_len]; `.perplexity` is exp(total nats / total predicted tokens)."""
-    return window_losses(model, windows, batch_size, progress or Progress(), step)
+def compare_parts(
+    before: Losses, after: Losses, parts: Mapping[str, slice], confidence: float = 0.95, seed: int = 0
+) -> dict[str, Evaluation]:
+    """The same for every text of its own."""
+    return {name: compare(before.part(p), after.part(p), confidence, seed) for name, p in parts.items()}
+
+
+def resampled_means(values: Tensor, seed: int) -> Tensor:
+    """Means of `values` [rows, items] over items drawn again, the same for every row: [rows, RESAMPLES]."""
+    generator = torch.Generator().manual_seed(seed)
+    count = values.shape[1]
+    # A few hundred draws at a time: their indices must not outgrow the model on a long text.
+    draws = (torch.randint(count, (RESAMPLES // 20, count), generator=generator) for _ in range(20))
+    return torch.cat([values[:, some].mean(-1) for some in draws], dim=1)
+
+
+def interval_of(draws: Tensor, point: float, confidence: float) -> tuple[tuple[float, float], float]:
+    """The 95 % interval of resampled values, and the end that a budget is held against."""
+    low, high = torch.quantile(draws, torch.tensor([0.025, 0.975], dtype=draws.dtype)).tolist()
+    return (low, high), point if confidence == 0 else torch.quantile(draws, (1 + confidence) / 2).item()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from compressor.blocks import find_blocks
-from compressor.budget import Budget
+from compressor.budget import Budget, budgets_of
 from compressor.errors import BudgetError, InputError
-from compressor.evaluating import Evaluation, Losses, compare, window_losses
+from compressor.evaluating import Evaluation, Losses, compare_parts, evaluate
 from compressor.fitting import Calibration, Ranks, fit, fit_ladder
 from compressor.frontier import CLOSE_ENOUGH, Option, bracket, efficient, options_of, sequence
 from compressor.measuring import Profile
@@ -20,7 +21,7 @@ from compressor.models import source_of
 from compressor.patching import patch, patched
 from compressor.progress import Progress
 from compressor.sensitivity import Damage, predict_damage, sample_gradients
-from compressor.text import Text
+from compressor.text import UNNAMED, Text
 from compressor.verdicts import Verdict, judge
 
 MOST_FILLS = 4
@@ -29,11 +30,11 @@ KEPT = -1  # the rank of a block that is not replaced
 
 @dataclass(frozen=True)
 class Trial:
-    """One plan that was fitted and measured on the selection text."""
+    """One plan that was fitted and measured on the selection text, by the text's name."""
 
     ranks: dict[int, int | None]
     predicted: float
-    evaluation: Evaluation
+    evaluations: dict[str, Evaluation]
 
 
 def predict(
@@ -58,7 +59,7 @@ class Plan:
     predicted: float  # nats per token
     verdicts: dict[int, Verdict]
     damages: dict[int, Damage]
-    selection: Evaluation
+    selection: dict[str, Evaluation]
     trials: list[Trial]
     fits: dict[int, Replacement]
 
@@ -71,22 +72,26 @@ class Planner:
         model: Any,
         profile: Profile,
         text: Text,
-        budget: Budget,
+        budgets: Mapping[str, Budget],
         *,
         batch_size: int = 8,
         seed: int = 0,
         progress: Progress | None = None,
+        verified: Losses | None = None,
     ) -> None:
         self.model, self.text = model, text
-        self.budget, self.batch_size, self.seed = budget, batch_size, seed
+        self.budgets, self.batch_size, self.seed = budgets, batch_size, seed
+        self.confidence = next(iter(budgets.values())).confidence
         self.progress = progress or Progress()
         self.dtype = source_of(model).dtype
         self.blocks = [p.block for p in profile.blocks]
         self.metrics, self.damages = predict(model, profile, text, self.progress)
-        self.verified = window_losses(model, text.verification.windows, batch_size, self.progress, "verify")
+        self.verified = verified or self.losses(text.verification.windows, "verify")
+        baselines = {name: self.verified.part(part).perplexity for name, part in text.parts("verification").items()}
+        self.allowed = {name: budgets[name].dppl(baseline) for name, baseline in baselines.items()}
         # Perplexities of two texts differ; what a budget means on one is carried to the other in nats per token.
-        self.allowed = budget.dppl(self.verified.perplexity)
-        self.limit = math.log1p(self.allowed / self.verified.perplexity)
+        self.limits = {name: math.log1p(self.allowed[name] / baseline) for name, baseline in baselines.items()}
+        self.limit = min(self.limits.values())
         self.verdicts = {p.block.index: judge(p, self.damages[p.block.index], self.limit) for p in profile.blocks}
         usable = [p for p in profile.blocks if self.verdicts[p.block.index].word != "unsafe"]
         options = [options_of(p, self.damages[p.block.index]) for p in usable]
@@ -98,30 +103,40 @@ class Planner:
         self.calibration: Calibration | None = None
         self.tried: dict[tuple[tuple[int, int | None], ...], tuple[Trial, dict[int, Replacement]]] = {}
 
-    def spend(self, evaluation: Evaluation, target: float) -> float:
-        """The share of the target used: the point estimate plus the half-width to be expected on verification text."""
-        nats = math.log1p(evaluation.delta / evaluation.baseline)
-        if self.budget.confidence > 0:
-            widths = self.text.selection.tokens / self.text.verification.tokens
-            nats += math.log1p(max(0.0, evaluation.upper - evaluation.delta) / evaluation.compressed) * widths**0.5
-        return nats / target
+    def losses(self, windows: Tensor, step: str) -> Losses:
+        return evaluate(self.model, windows, batch_size=self.batch_size, progress=self.progress, step=step)
 
-    def attempt(self, ranks: Ranks, predicted: float) -> Evaluation:
+    def spend(self, evaluations: Mapping[str, Evaluation], tighten: float) -> float:
+        """The share of the budget used, of the text that uses most.
+
+        That is the point estimate plus the half-width to be expected on the verification text.
+        """
+        widths = self.text.selection.tokens / self.text.verification.tokens
+        shares = []
+        for name, found in evaluations.items():
+            nats = math.log1p(found.delta / found.baseline)
+            if self.confidence > 0:
+                nats += math.log1p(max(0.0, found.upper - found.delta) / found.compressed) * widths**0.5
+            shares.append(nats / (self.limits[name] * tighten))
+        return max(shares)
+
+    def attempt(self, ranks: Ranks, predicted: float) -> dict[str, Evaluation]:
         """Fit one plan in order and measure it on the selection text."""
         key = tuple(sorted(ranks.items()))
         if key not in self.tried:
-            windows, step = self.text.selection.windows, "search"
+            windows = self.text.selection.windows
             if self.calibration is None:
                 self.calibration = Calibration(self.model, self.blocks, self.text, self.batch_size)
-                self.before = window_losses(self.model, windows, self.batch_size, self.progress, step)
+                self.before = self.losses(windows, "search")
             assert self.before is not None
             fits = fit(self.calibration, ranks, self.metrics, self.dtype, self.progress)
             with patched(self.model, self.blocks, fits):
-                after = window_losses(self.model, windows, self.batch_size, self.progress, step)
-            evaluation = compare(self.before, after, self.budget.confidence, self.seed)
-            self.tried[key] = (Trial(dict(ranks), predicted, evaluation), fits)
-            self.progress.say(f"  tried {name_all(ranks)}: selection ΔPPL {evaluation.delta:+.3f}")
-        return self.tried[key][0].evaluation
+                after = self.losses(windows, "search")
+            found = compare_parts(self.before, after, self.text.parts("selection"), self.confidence, self.seed)
+            self.tried[key] = (Trial(dict(ranks), predicted, found), fits)
+            rises = ", ".join(f"{label(name)}ΔPPL {e.delta:+.3f}" for name, e in found.items())
+            self.progress.say(f"  tried {name_all(ranks)}: selection {rises}")
+        return self.tried[key][0].evaluations
 
     def search(self, tighten: float = 1.0, ceiling: float = math.inf) -> Plan:
         """The largest plan whose measured cost fits `tighten` times the budget, or a BudgetError that says how near.
@@ -130,20 +145,21 @@ class Planner:
         """
         target = self.limit * tighten
         plans = [plan for plan in self.plans if plan[1] < ceiling]
-        best = bracket(plans, target, lambda k: self.spend(self.attempt(*plans[k]), target))
+        best = bracket(plans, target, lambda k: self.spend(self.attempt(*plans[k]), tighten))
         if best is not None:
-            return self.plan_of(self.fill(*plans[best], target, ceiling))
+            return self.plan_of(self.fill(*plans[best], tighten, ceiling))
         for option in [o for o in self.singles if o.damage < ceiling][:3]:
             ranks = {option.index: option.rank}
-            if self.spend(self.attempt(ranks, option.damage), target) <= 1:
+            if self.spend(self.attempt(ranks, option.damage), tighten) <= 1:
                 return self.plan_of(ranks)
         raise BudgetError(self.explain_failure())
 
-    def fill(self, ranks: Ranks, predicted: float, target: float, ceiling: float) -> Ranks:
+    def fill(self, ranks: Ranks, predicted: float, tighten: float, ceiling: float) -> Ranks:
         """Spend what a plan leaves over: go further in the block that saves most and is predicted to fit."""
+        target = self.limit * tighten
         refused: dict[int, int] = {}  # block → parameters saved by an option that did not fit
         for _ in range(MOST_FILLS):
-            used = self.spend(self.attempt(ranks, predicted), target)
+            used = self.spend(self.attempt(ranks, predicted), tighten)
             if used >= CLOSE_ENOUGH:
                 break
             left = min((1 - used) * target / max(1.0, used * target / predicted), ceiling - predicted)
@@ -157,36 +173,58 @@ class Planner:
                 break
             _, option, more = max(moves, key=lambda move: (move[0], -move[1].index))
             larger = {**ranks, option.index: option.rank}
-            if self.spend(self.attempt(larger, predicted + more), target) <= 1:
+            if self.spend(self.attempt(larger, predicted + more), tighten) <= 1:
                 ranks, predicted = larger, predicted + more
             else:
                 refused[option.index] = option.saved
         return ranks
 
-    def verify(self, plan: Plan) -> Evaluation:
-        """The plan's cost on the verification text, which no search has seen."""
-        windows = self.text.verification.windows
+    def verify(self, plan: Plan) -> Losses:
+        """The plan's losses on the verification text, which no search has seen."""
         with patched(self.model, self.blocks, plan.fits):
-            after = window_losses(self.model, windows, self.batch_size, self.progress, "verify")
-        return compare(self.verified, after, self.budget.confidence, self.seed)
+            return self.losses(self.text.verification.windows, "verify")
+
+    def without(self, plan: Plan, index: int) -> Plan | None:
+        """The plan with one block restored and the rest fitted again; a block that stands alone gets a milder map."""
+        damages = {o.index: o.damage for row in self.options for o in row if plan.ranks.get(o.index, KEPT) == o.rank}
+        ranks = {i: rank for i, rank in plan.ranks.items() if i != index}
+        predicted = max(0.0, plan.predicted - damages.get(index, 0.0))
+        if not ranks:
+            milder = [o for row in self.options for o in row if o.index == index and o.damage < 0.8 * plan.predicted]
+            if not milder:
+                return None
+            option = max(milder, key=lambda o: o.saved)
+            ranks, predicted = {index: option.rank}, option.damage
+        self.attempt(ranks, predicted)
+        return self.plan_of(ranks)
 
     def plan_of(self, ranks: Ranks) -> Plan:
         trial, fits = self.tried[tuple(sorted(ranks.items()))]
-        return Plan(trial.ranks, trial.predicted, self.verdicts, self.damages, trial.evaluation, self.trials(), fits)
+        return Plan(trial.ranks, trial.predicted, self.verdicts, self.damages, trial.evaluations, self.trials(), fits)
 
     def trials(self) -> list[Trial]:
         return [trial for trial, _ in self.tried.values()]
 
     def explain_failure(self) -> str:
+        asked = ask_all(self.budgets)
         if not self.tried:
-            return f"no replacement fits the budget {self.budget}: every block is unsafe to touch; nothing written"
-        nearest = min(self.trials(), key=lambda t: t.evaluation.delta)
-        found = nearest.evaluation
+            return f"no replacement fits the budget {asked}: every block is unsafe to touch; nothing written"
+        nearest = min(self.trials(), key=lambda trial: self.spend(trial.evaluations, 1.0))
+        name, found = max(nearest.evaluations.items(), key=lambda item: self.spend(dict([item]), 1.0))
         return (
-            f"no replacement fits the budget {self.budget}: closest was block {name_all(nearest.ranks)} with ΔPPL "
-            f"{found.delta:+.3f} (upper end {found.upper:+.3f}) on the selection text, windows of {found.seq_len} "
-            "tokens; nothing written"
+            f"no replacement fits the budget {asked}: closest was block {name_all(nearest.ranks)} with "
+            f"{label(name)}ΔPPL {found.delta:+.3f} (upper end {found.upper:+.3f}) on the selection text, windows of "
+            f"{found.seq_len} tokens; nothing written"
         )
+
+
+def label(name: str) -> str:
+    """How a text stands before its figure; the only text needs no name."""
+    return "" if name == UNNAMED else f"{name} "
+
+
+def ask_all(budgets: Mapping[str, Budget]) -> str:
+    return ", ".join(f"{label(name)}{budget}" for name, budget in budgets.items())
 
 
 def name_all(ranks: Ranks) -> str:
@@ -199,15 +237,16 @@ def plan(
     profile: Profile,
     text: Text,
     *,
-    max_dppl: str | float,
+    max_dppl: str | float | Mapping[str, str | float],
     confidence: float = 0.95,
     batch_size: int = 8,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Plan:
     """Search for the largest plan inside the budget. The model is left as it was; BudgetError when nothing fits."""
-    budget = Budget.parse(max_dppl, confidence)
-    planner = Planner(model, profile, text, budget, batch_size=batch_size, seed=seed, progress=progress)
+    words = [f"{k}={v}" for k, v in max_dppl.items()] if isinstance(max_dppl, Mapping) else [str(max_dppl)]
+    budgets = budgets_of(words, text.counts, confidence)
+    planner = Planner(model, profile, text, budgets, batch_size=batch_size, seed=seed, progress=progress)
     return planner.search()
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
@@ -24,10 +25,18 @@ class Progress:
 
     def track(self, step: str, items: Iterable[Item], total: int, detail: str = "") -> Iterator[Item]:
         """Yield the items of one step; steps of the same name add up in `seconds`."""
+        with self.bar(step, total, detail) as advance:
+            for item in items:
+                yield item
+                advance(1)
+
+    @contextmanager
+    def bar(self, step: str, total: int, detail: str = "") -> Iterator[Callable[[int], None]]:
+        """One step of `total` parts, with the time left."""
         began = time.perf_counter()
         label = f"{step} {detail}".rstrip()
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -36,9 +45,7 @@ class Progress:
         )
         with Bars(*columns, console=self.console, disable=not self.bars, transient=True) as bars:
             task = bars.add_task(label, total=total)
-            for item in items:
-                yield item
-                bars.advance(task)
+            yield lambda count: bars.advance(task, count)
         seconds = time.perf_counter() - began
         self.seconds[step] = self.seconds.get(step, 0.0) + seconds
         self.say(f"{label}: {seconds:.1f} s")

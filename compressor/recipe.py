@@ -2,17 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, field_validator
 
-from compressor.budget import Budget
+from compressor.budget import Budget, budgets_of, parse_drop, split_name
 from compressor.errors import InputError
+from compressor.generating import CONTINUATION_TOKENS
 from compressor.text import CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS
 
 Count = Annotated[int, Field(strict=True, ge=1)]
+
+
+def as_words(value: Any) -> Any:
+    """A word, a list of words, or a mapping name → word(s), as the words of a command line."""
+    if isinstance(value, dict):
+        named = [(key, word) for key, words in value.items() for word in as_list(words)]
+        return [f"{key}={word}" if isinstance(word, str) else word for key, word in named]
+    return as_list(value)
+
+
+def as_amounts(value: Any) -> Any:
+    """The same, of numbers."""
+    if isinstance(value, dict):
+        return as_words({key: str(amount) if is_number(amount) else amount for key, amount in value.items()})
+    return [str(amount) if is_number(amount) else amount for amount in as_list(value)]
+
+
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def split_commas(value: Any) -> Any:
+    words = as_list(value)
+    if not all(isinstance(word, str) for word in words):
+        return value
+    return [name for word in words for name in (part.strip() for part in word.split(",")) if name]
+
+
+def check_each(words: list[str] | None, parse: Callable[[str], object]) -> list[str] | None:
+    """The words as they are, when the value of each can be read."""
+    try:
+        for word in words or []:
+            parse(split_name(word)[1])
+    except InputError as error:
+        raise ValueError(str(error)) from error
+    return words
+
+
+Words = Annotated[list[str], BeforeValidator(as_words), Field(min_length=1)]
+Amounts = Annotated[list[str], BeforeValidator(as_amounts), Field(min_length=1)]
 
 
 class Recipe(BaseModel):
@@ -23,38 +69,52 @@ class Recipe(BaseModel):
     model: str | None = None
     out: str | None = None
     overwrite: Annotated[bool, Field(strict=True)] = False
-    max_dppl: str | Annotated[float, Field(strict=True)] | None = None
+    max_dppl: Amounts | None = None
     confidence: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    text: Annotated[list[str], Field(min_length=1)] | None = None
+    text: Words | None = None
     seq_len: Annotated[int, Field(strict=True, ge=2)] | None = None
     calib_tokens: Count = CALIBRATION_TOKENS
     select_tokens: Count = SELECTION_TOKENS
     verify_tokens: Count = VERIFICATION_TOKENS
+    tasks: Annotated[list[str], BeforeValidator(split_commas)] | None = None
+    task_path: Words | None = None
+    task_limit: Count | None = None
+    max_task_drop: Amounts | None = None
+    generate: Annotated[int, Field(strict=True, ge=0, le=1024)] = CONTINUATION_TOKENS
+    prompts: str | None = None
     batch_size: Count = 8
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     device: str = "auto"
     dtype: str = "auto"
     revision: str | None = None
 
-    @field_validator("text", mode="before")
-    @classmethod
-    def one_text_is_a_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
     @field_validator("max_dppl")
     @classmethod
-    def budget_is_sound(cls, value: str | float | None) -> str | float | None:
-        if value is not None:
-            try:
-                Budget.parse(value)
-            except InputError as error:
-                raise ValueError(str(error)) from error
-        return value
+    def budgets_are_sound(cls, words: list[str] | None) -> list[str] | None:
+        return check_each(words, Budget.parse)
 
-    def budget(self) -> Budget:
+    @field_validator("max_task_drop")
+    @classmethod
+    def drops_are_sound(cls, words: list[str] | None) -> list[str] | None:
+        return check_each(words, parse_drop)
+
+    @field_serializer("max_dppl", "max_task_drop")
+    def one_word_stands_alone(self, words: list[str] | None) -> Any:
+        if words is None or len(words) > 1:
+            return words
+        try:
+            return float(words[0])
+        except ValueError:
+            return words[0]
+
+    def budgets(self, texts: Iterable[str]) -> dict[str, Budget]:
+        """The budget of every text that is measured."""
+        return budgets_of(self.require_budget(), texts, self.confidence)
+
+    def require_budget(self) -> list[str]:
         if self.max_dppl is None:
             raise InputError("--max-dppl is missing: say how much perplexity may rise, such as --max-dppl 1.0 or 2%")
-        return Budget.parse(self.max_dppl, self.confidence)
+        return self.max_dppl
 
     def settings(self) -> dict[str, Any]:
         """The keys that determine the result, without where it goes."""

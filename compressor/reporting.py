@@ -1,152 +1,15 @@
-"""The record of a run (compression.json), its model card, and what a person sees on the terminal."""
+"""What a person sees on the terminal: tables and lines made from a record."""
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from rich.table import Table
+from rich.text import Text as Styled
 
-import compressor
-from compressor.checkpoint import count_parameters
-from compressor.evaluating import Evaluation
-from compressor.measuring import BlockProfile, Profile
-from compressor.modeling_compressor import Replacement
-from compressor.models import source_of
-from compressor.patching import specs
-from compressor.planning import Plan
-from compressor.sensitivity import Damage
-from compressor.text import SPLITS, Text
-from compressor.verdicts import Verdict
-
-SCHEMA_VERSION = 1
-KEEP = {"kind": "keep", "rank": None, "neurons": None}
-
-
-def describe_tool() -> dict[str, Any]:
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "tool": {"name": "compressor", "version": compressor.__version__},
-        "environment": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "safetensors": version("safetensors"),
-            "threads": torch.get_num_threads(),
-        },
-    }
-
-
-def describe_source(model: Any) -> dict[str, Any]:
-    source = source_of(model)
-    return {
-        "model": source.model,
-        "revision": source.revision,
-        "model_type": source.model_type,
-        "weights_sha256": source.weights_sha256,
-        "dtype": str(source.dtype).removeprefix("torch."),
-    }
-
-
-def describe_text(text: Text) -> dict[str, Any]:
-    splits = {name: getattr(text, name) for name in SPLITS}
-    described = {name: {"source": s.source, "sha256": s.sha256, "tokens": s.tokens} for name, s in splits.items()}
-    return {**described, "seq_len": text.seq_len}
-
-
-def describe_model(model: Any) -> dict[str, Any]:
-    """The record of a model that was patched through the Python API: what it is, without measurements."""
-    blocks = [{"path": path, "replacement": short(spec)} for path, spec in specs(model).items()]
-    return {
-        **describe_tool(),
-        "source": describe_source(model),
-        "parameters": {"after": count_parameters(model)},
-        "blocks": blocks,
-    }
-
-
-def short(spec: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: spec[key] for key in KEEP}
-
-
-def describe_block(measured: BlockProfile, verdict: Verdict, damage: Damage) -> dict[str, Any]:
-    return {
-        "index": measured.block.index,
-        "path": measured.block.path,
-        "r2_lin": measured.r2_lin,
-        "r2_lin_ci95": list(measured.r2_lin_ci95),
-        "r2_stream": measured.r2_stream,
-        "r2_median": measured.r2_median,
-        "effective_rank": measured.effective_rank,
-        "condition_number": measured.condition_number,
-        "top_row_share": measured.top_row_share,
-        "predicted_dloss": damage.linear,
-        "predicted_dloss_factorised": damage.factorised,
-        "params_before": measured.block.parameters,
-        "params_after": measured.block.parameters,
-        "verdict": verdict.word,
-        "reason": verdict.reason,
-        "replacement": dict(KEEP),
-    }
-
-
-def describe_profile(
-    model: Any, text: Text, profile: Profile, verdicts: Mapping[int, Verdict], damages: Mapping[int, Damage]
-) -> dict[str, Any]:
-    """The record of a measurement: no budget, no replacement."""
-    return {
-        **describe_tool(),
-        "source": describe_source(model),
-        "text": describe_text(text),
-        "parameters": {"before": count_parameters(model)},
-        "rows": {"fitted": profile.rows_fitted, "held_out": profile.rows_held_out},
-        "blocks": [describe_block(p, verdicts[p.block.index], damages[p.block.index]) for p in profile.blocks],
-    }
-
-
-def put_replacements(report: dict[str, Any], fits: Mapping[int, Replacement]) -> dict[str, Any]:
-    """The record with these replacements in its blocks, and the parameters they leave."""
-    blocks = []
-    for entry in report["blocks"]:
-        module = fits.get(entry["index"])
-        after = entry["params_before"] if module is None else count_parameters(module)
-        now = dict(KEEP) if module is None else short(module.spec())
-        blocks.append({**entry, "params_after": after, "replacement": now})
-    before = report["parameters"]["before"]
-    removed = sum(entry["params_before"] - entry["params_after"] for entry in blocks)
-    left = {"after": before - removed, "removed": removed, "removed_fraction": removed / before}
-    return {**report, "blocks": blocks, "parameters": {"before": before, **left}}
-
-
-def describe_plan(report: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """The record of a search: the profile, what stands where, and every plan that was tried."""
-    trials = [
-        {
-            "replacements": {str(index): rank for index, rank in trial.ranks.items()},
-            "predicted_dloss": trial.predicted,
-            "perplexity": describe_perplexity(trial.evaluation),
-        }
-        for trial in plan.trials
-    ]
-    found = {"selection": describe_perplexity(plan.selection), "trials": trials, "tasks": {}}
-    return {**put_replacements(report, plan.fits), **found}
-
-
-def describe_perplexity(evaluation: Evaluation) -> dict[str, Any]:
-    return {
-        "baseline": evaluation.baseline,
-        "compressed": evaluation.compressed,
-        "delta": evaluation.delta,
-        "delta_ci95": list(evaluation.delta_ci95),
-        "delta_upper": evaluation.upper,
-        "tokens": evaluation.tokens,
-        "seq_len": evaluation.seq_len,
-    }
+from compressor.text import UNNAMED
 
 
 def name_replacement(replacement: Mapping[str, Any]) -> str:
@@ -201,11 +64,69 @@ def parameters_line(parameters: Mapping[str, Any]) -> str:
     )
 
 
-def budget_line(report: Mapping[str, Any]) -> str:
-    budget, upper = report["budget"], report["perplexity"]["delta_upper"]
-    held = "inside" if upper <= budget["max_dppl"] else "OUTSIDE"
-    end = f"upper end at {budget['confidence']:.0%}" if budget["confidence"] else "point estimate"
-    return f"budget +{budget['max_dppl']:.3f} ({budget['asked']}): {held} ({end} {upper:+.3f})"
+def text_lines(report: Mapping[str, Any]) -> list[str]:
+    """Two lines per text: its perplexity and its budget."""
+    confidence = report["budget"]["confidence"]
+    lines = []
+    texts = report.get("texts") or {UNNAMED: {**report["perplexity"], **report["budget"]}}
+    for name, found in texts.items():
+        held = "inside" if found["delta_upper"] <= found["max_dppl"] else "OUTSIDE"
+        end = f"upper end at {confidence:.0%}" if confidence else "point estimate"
+        budget = f"budget +{found['max_dppl']:.3f} ({found['asked']}): {held} ({end} {found['delta_upper']:+.3f})"
+        prefix = "" if name == UNNAMED else f"{name}: "
+        lines += [prefix + perplexity_line(found), prefix + budget]
+    return lines
+
+
+def task_lines(report: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for name, found in report.get("tasks", {}).items():
+        low, high = found["drop_ci95"]
+        limit = found["max_drop"]
+        held = "no budget" if limit is None else f"budget {limit:g}: {'inside' if found['passed'] else 'OUTSIDE'}"
+        lines.append(
+            f"task {name} ({found['metric']}) {found['source']:.4f} → {found['compressed']:.4f}  (drop "
+            f"{found['drop']:+.4f}, 95 % interval {low:+.4f} … {high:+.4f}; {found['documents']:,} documents, "
+            f"{found['changed']} changed; {held})"
+        )
+    return lines
+
+
+def talk_lines(report: Mapping[str, Any]) -> list[str]:
+    found = report.get("generation")
+    if not found:
+        return []
+    repeated, pairs = found["repetition"], found["distinct"]["2"]
+    return [
+        f"writes as its source in {found['agreement']:.1%} of places ({found['prompts']} prompts, {found['tokens']} "
+        f"tokens each); repetition {repeated['source']:.2f} → {repeated['compressed']:.2f}, distinct pairs "
+        f"{pairs['source']:.2f} → {pairs['compressed']:.2f}"
+    ]
+
+
+def hurt_line(report: Mapping[str, Any]) -> list[str]:
+    """The kind of token that pays most, in one line; the page has the rest."""
+    bands = (report.get("where") or {}).get("frequency") or []
+    if not bands:
+        return []
+    worst = max(bands, key=lambda band: band["share"])
+    return [
+        f"hurts most: tokens {worst['band']}, {worst['share']:.0%} of the rise (perplexity {worst['baseline']:.2f} → "
+        f"{worst['compressed']:.2f})"
+    ]
+
+
+def check_table(report: Mapping[str, Any]) -> Table:
+    """One line per promise."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("check", "measured", "limit", "", "detail"):
+        table.add_column(name, justify="right" if name in ("measured", "limit") else "left", overflow="fold")
+    for check in report["checks"]:
+        style = "" if check["passed"] else "bold red"
+        figures = ["–" if check[key] is None else f"{check[key]:+.4f}" for key in ("measured", "limit")]
+        words = (check["name"], *figures, "passed" if check["passed"] else "FAILED", check["detail"])
+        table.add_row(*(Styled(word) for word in words), style=style)
+    return table
 
 
 def profile_lines(report: Mapping[str, Any]) -> list[str]:
@@ -215,13 +136,15 @@ def profile_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def plan_lines(report: Mapping[str, Any], file: Path) -> list[str]:
-    selection = f"selection text: {perplexity_line(report['selection'])}"
-    return [*notes(report), selection, parameters_line(report["parameters"]), f"plan: {file}"]
+    selection = [f"selection {name}: {perplexity_line(found)}" for name, found in report["selection"].items()]
+    return [*notes(report), *selection, parameters_line(report["parameters"]), f"plan: {file}"]
 
 
 def result_lines(report: Mapping[str, Any]) -> list[str]:
-    figures = [perplexity_line(report["perplexity"]), parameters_line(report["parameters"]), budget_line(report)]
-    return [*notes(report), *replaced_lines(report), *figures, f"written to {report['out']}"]
+    warnings = [f"warning: {warning}" for warning in report["warnings"]]
+    figures = [*text_lines(report), *task_lines(report), *talk_lines(report), *hurt_line(report)]
+    size = parameters_line(report["parameters"])
+    return [*notes(report), *replaced_lines(report), *warnings, *figures, size, f"written to {report['out']}"]
 
 
 def replaced_lines(report: Mapping[str, Any]) -> list[str]:
@@ -234,17 +157,18 @@ def replaced_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def check_lines(report: Mapping[str, Any]) -> list[str]:
-    verdict = "passed" if report["passed"] else "FAILED: the budget is missed"
+    failed = [check["name"] for check in report["checks"] if not check["passed"]]
+    verdict = f"FAILED: {', '.join(failed)}" if failed else "passed"
     warnings = [f"warning: {warning}" for warning in report["warnings"]]
-    figures = [perplexity_line(report["perplexity"]), parameters_line(report["parameters"]), budget_line(report)]
-    return [*warnings, *figures, verdict]
+    figures = [*text_lines(report), *task_lines(report), *talk_lines(report), *hurt_line(report)]
+    return [*warnings, *figures, parameters_line(report["parameters"]), verdict]
 
 
 def info_lines(record: Mapping[str, Any]) -> list[str]:
     source, tool = record["source"], record["tool"]
     lines = [f"made from {source.get('model')} ({source.get('model_type')}) by compressor {tool.get('version')}"]
     if "perplexity" in record:
-        figures = [perplexity_line(record["perplexity"]), parameters_line(record["parameters"]), budget_line(record)]
-        return [*lines, *notes(record), *figures]
+        figures = [*text_lines(record), *task_lines(record), *talk_lines(record)]
+        return [*lines, *notes(record), *figures, parameters_line(record["parameters"])]
     replaced = [f"{b['path']}: {name_replacement(b['replacement'])}" for b in record["blocks"]]
     return [*lines, *replaced, "no measurements are recorded: it was saved through the Python API"]

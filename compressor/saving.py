@@ -16,7 +16,8 @@ from compressor.card import card
 from compressor.checkpoint import write_checkpoint
 from compressor.errors import InputError
 from compressor.models import quiet, source_of
-from compressor.reporting import describe_model
+from compressor.page import page
+from compressor.records import describe_model
 
 RECORD = "compression.json"
 
@@ -87,6 +88,8 @@ def save(
                 write_checkpoint(model, tokenizer, partial, dtype=source_of(model).dtype)
             write_json(partial / RECORD, report)
             (partial / "README.md").write_text(card(report), encoding="utf-8")
+            if "perplexity" in report:
+                (partial / "report.html").write_text(page(report), encoding="utf-8")
             if recipe is not None:
                 (partial / "recipe.yaml").write_text(recipe, encoding="utf-8")
     except OSError as error:

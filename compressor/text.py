@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compressor.budget import split_name
 from compressor.errors import InputError
 from compressor.hub import reason_of, why_unreachable
 
@@ -22,6 +24,7 @@ SPLITS = ("calibration", "selection", "verification")
 HUB_SPLITS = ("train", "validation", "test")
 CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS = 24_576, 8_192, 16_384
 HELD_OUT_EVERY = 5  # every fifth calibration window is held out of the fit: it chooses ridges and measures R²
+UNNAMED = "text"  # all texts that the user gave no name
 PIECE = 1_000_000  # characters tokenised at a time
 CHARACTERS_PER_TOKEN = 64  # a text longer than this per wanted token is thinned before it is tokenised
 
@@ -44,11 +47,28 @@ class Split:
 
 @dataclass(frozen=True)
 class Text:
-    """Three splits of the same window length; no window is in two of them."""
+    """Three splits of the same window length; no window is in two of them.
+
+    Several named texts stand one after another in the selection and the verification windows, `counts` windows each,
+    and take turns in the calibration windows.
+    """
 
     calibration: Split
     selection: Split
     verification: Split
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # name → selection and verification windows
+
+    def __post_init__(self) -> None:
+        if not self.counts:
+            self.counts[UNNAMED] = (len(self.selection.windows), len(self.verification.windows))
+
+    def parts(self, split: str) -> dict[str, slice]:
+        """Which windows of the selection or the verification split belong to which text."""
+        column = ("selection", "verification").index(split)
+        stops = list(accumulate(count[column] for count in self.counts.values()))
+        return {
+            name: slice(stop - self.counts[name][column], stop) for name, stop in zip(self.counts, stops, strict=True)
+        }
 
     @property
     def seq_len(self) -> int:
@@ -78,20 +98,48 @@ def load_text(
 ) -> Text:
     """Read `demo`, `wikitext2`, `hub:OWNER/NAME[:CONFIG]`, or UTF-8 files, and cut them into windows.
 
-    A hub data set gives its train, validation and test splits. Of every file the first part goes to calibration, the
-    middle to selection and the end to verification. The seed picks the windows when there are more than needed.
+    `name=` before any of them makes it a text of its own: calibration tokens are shared out equally, selection and
+    verification tokens are those of every text. A hub data set gives its train, validation and test splits. Of every
+    file the first part goes to calibration, the middle to selection and the end to verification. The seed picks the
+    windows when there are more than needed.
     """
     if seq_len < 2:
         raise InputError(f"--seq-len must be at least 2, got {seq_len}; try --seq-len 256")
-    names = [str(name) for name in ([text] if isinstance(text, (str, Path)) else text)]
-    minimum = {"calib": HELD_OUT_EVERY, "select": 1, "verify": 2}  # windows; two give the bootstrap something to draw
+    groups = group([str(name) for name in ([text] if isinstance(text, (str, Path)) else text)])
+    minimum = {"calib": HELD_OUT_EVERY * len(groups), "select": 1, "verify": 2}  # windows; a bootstrap draws from two
     asked = {"calib": calib_tokens, "select": select_tokens, "verify": verify_tokens}
     for name, tokens in asked.items():
         if tokens < minimum[name] * seq_len:
             least = minimum[name] * seq_len
             raise InputError(f"--{name}-tokens must be at least {least} at --seq-len {seq_len}, got {tokens}")
+    asked["calib"] //= len(groups)
     wanted = [tokens // seq_len for tokens in asked.values()]
-    limit = CHARACTERS_PER_TOKEN * sum(asked.values())
+    generator = torch.Generator().manual_seed(seed)
+    chosen = {name: cut_splits(names, tokenizer, seq_len, wanted, generator) for name, names in groups.items()}
+    fitting, *others = zip(*chosen.values(), strict=True)
+    turns = torch.stack(fitting, dim=1).flatten(0, 1)
+    windows = (turns, *(torch.cat(parts) for parts in others))
+    source = ", ".join(name for names in groups.values() for name in names)
+    calibration, selection, verification = (Split(w, source) for w in windows)
+    return Text(calibration, selection, verification, dict.fromkeys(groups, (wanted[1], wanted[2])))
+
+
+def group(words: Sequence[str]) -> dict[str, list[str]]:
+    """Texts by name: `wiki=PATH` is named, all that have no name are one text."""
+    groups: dict[str, list[str]] = {}
+    for word in words:
+        name, rest = (None, word) if Path(word).exists() else split_name(word)
+        if not rest:
+            raise InputError(f"--text {word}: nothing stands after the name; give --text {name}=FILE")
+        groups.setdefault(name or UNNAMED, []).append(rest)
+    return groups
+
+
+def cut_splits(
+    names: list[str], tokenizer: Any, seq_len: int, wanted: list[int], generator: torch.Generator
+) -> list[Tensor]:
+    """The windows of one text for each of the three splits: as many as wanted, drawn from all there are."""
+    limit = CHARACTERS_PER_TOKEN * sum(wanted) * seq_len
     prefix = bos_prefix(tokenizer)
     pools: list[list[Tensor]] = [[], [], []]
     for name in names:
@@ -108,17 +156,15 @@ def load_text(
     splits = [torch.cat(pool) for pool in pools]
     if any(len(have) < need for have, need in zip(splits, wanted, strict=True)):
         have, need = (sum(len(s) for s in splits) * seq_len, sum(wanted) * seq_len)
+        tokens = ", ".join(f"{split} {count * seq_len}" for split, count in zip(SPLITS, wanted, strict=True))
         raise InputError(
             f"text {', '.join(names)} is too short: it has {have} tokens in windows of {seq_len}, the splits need "
-            f"{need} (calibration {calib_tokens}, selection {select_tokens}, verification {verify_tokens}); give more "
-            "text, or lower --calib-tokens, --select-tokens or --verify-tokens"
+            f"{need} ({tokens}); give more text, or lower --calib-tokens, --select-tokens or --verify-tokens"
         )
-    generator = torch.Generator().manual_seed(seed)
-    chosen = [
+    return [
         windows[torch.randperm(len(windows), generator=generator)[:need].sort().values]
         for windows, need in zip(splits, wanted, strict=True)
     ]
-    return Text(*(Split(windows, ", ".join(names)) for windows in chosen))
 
 
 def files_of(name: str) -> list[Path]:

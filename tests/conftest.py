@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,13 @@ def compress() -> Compress:
         return Outcome(end.value.code, out.getvalue(), err.getvalue())
 
     return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing that a test measures goes into the user's cache, and nothing comes from it."""
+    with mock.patch.dict(os.environ, {"COMPRESSOR_CACHE": str(tmp_path_factory.mktemp("cache"))}):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -339,7 +339,7 @@ def test_plan_out_is_not_writable(refused: Refused, models: Path, options: list[
             "colour: blue\nbatch_size: big\nseed: 1.5\nmax_dppl: -3\noverwrite: 'no'\n",
             ["unknown key 'colour'", "batch_size", "'big'", "seed", "1.5", "got -3", "overwrite"],
         ),
-        ("text: {a: b}\n", ["text"]),
+        ("text: {a: 1}\n", ["text"]),
         ("batch_size: true\n", ["batch_size"]),
     ],
 )

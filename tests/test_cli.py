@@ -285,7 +285,7 @@ def test_overwrite_replaces_an_earlier_result(
 
 
 def test_check_repeats_the_measurement(compress: Compress, compressed: Path) -> None:
-    done = compress("check", compressed, "--json")
+    done = compress("check", compressed, "--generate", "0", "--json")
     assert done.code == 0, done.err
     report, recorded = strict_json(done.out), read_record(compressed)
     assert report["passed"] is True
@@ -293,7 +293,7 @@ def test_check_repeats_the_measurement(compress: Compress, compressed: Path) -> 
     assert report["perplexity"]["baseline"] == pytest.approx(recorded["perplexity"]["baseline"], rel=1e-6)
     assert report["perplexity"]["compressed"] == pytest.approx(recorded["perplexity"]["compressed"], rel=1e-6)
     assert report["parameters"] == recorded["parameters"]
-    said = compress("check", compressed, "--max-dppl", "5%").out
+    said = compress("check", compressed, "--generate", "0", "--max-dppl", "5%").out
     assert said.endswith("passed\n")
     assert "warning" not in said
 
@@ -301,7 +301,7 @@ def test_check_repeats_the_measurement(compress: Compress, compressed: Path) -> 
 def test_check_fails_a_missed_budget(compress: Compress, compressed: Path) -> None:
     done = compress("check", compressed, "--max-dppl", "0.0000001")
     assert done.code == 1
-    assert done.out.endswith("FAILED: the budget is missed\n")
+    assert done.out.endswith("FAILED: perplexity text\n")
     assert "OUTSIDE" in done.out
     assert strict_json(compress("check", compressed, "--max-dppl", "1e-7", "--json").out)["passed"] is False
 
@@ -318,7 +318,7 @@ def test_check_fails_a_tampered_checkpoint(compress: Compress, compressed: Path,
 def test_check_against_another_source(compress: Compress, compressed: Path, models: Path, tmp_path: Path) -> None:
     """The same weights elsewhere pass in silence; other weights are told."""
     moved = shutil.copytree(models / "gpt2", tmp_path / "moved")
-    same = compress("check", compressed, "--source", moved, "--json")
+    same = compress("check", compressed, "--generate", "0", "--source", moved, "--json")
     assert same.code == 0, same.err
     assert strict_json(same.out)["warnings"] == []
     assert strict_json(same.out)["source"]["model"] == str(moved)

@@ -7,11 +7,17 @@ import math
 import pytest
 import torch
 from planted import random_text
+from torch import Tensor
 from zoo import tiny_model
 
 from compressor import evaluating
 from compressor.errors import InputError
 from compressor.evaluating import Losses, compare, evaluate
+
+
+def spread(sums: Tensor, tokens: int = 100) -> Losses:
+    """Windows whose nats sum to these, spread evenly over their tokens."""
+    return Losses((sums / tokens)[:, None].expand(-1, tokens))
 
 
 def test_perplexity_sums_first_and_divides_once() -> None:
@@ -21,7 +27,7 @@ def test_perplexity_sums_first_and_divides_once() -> None:
         scores = model(windows).logits[:, :-1].log_softmax(-1)
     nats = -scores.gather(-1, windows[:, 1:, None]).double().sum()
     assert losses.perplexity == pytest.approx(math.exp(nats / windows[:, 1:].numel()), rel=1e-5)
-    assert losses.tokens == windows[:, 1:].numel()
+    assert losses.nats.numel() == windows[:, 1:].numel()
 
 
 def test_batches_do_not_change_the_losses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +44,7 @@ def test_the_interval_is_paired_and_covers_the_truth() -> None:
     for seed in range(200):
         base = 300 + 60 * torch.randn(50, generator=generator, dtype=torch.float64)
         change = 1.0 + 2.0 * torch.randn(50, generator=generator, dtype=torch.float64)
-        found = compare(Losses(base, 100), Losses(base + change, 100), seed=seed)
+        found = compare(spread(base), spread(base + change), seed=seed)
         low, high = found.delta_ci95
         assert low < found.delta < high
         assert high - low < 1.0  # unpaired it would be over 6
@@ -49,8 +55,9 @@ def test_the_interval_is_paired_and_covers_the_truth() -> None:
 
 def test_confidence_sets_the_upper_end() -> None:
     generator = torch.Generator().manual_seed(1)
-    before = Losses(300 + torch.randn(40, generator=generator, dtype=torch.float64), 100)
-    after = Losses(before.nats + torch.randn(40, generator=generator, dtype=torch.float64), 100)
+    sums = 300 + torch.randn(40, generator=generator, dtype=torch.float64)
+    before = spread(sums)
+    after = spread(sums + torch.randn(40, generator=generator, dtype=torch.float64))
     ends = [compare(before, after, confidence).upper for confidence in (0.0, 0.5, 0.95, 0.99)]
     assert ends == sorted(ends)
     assert ends[0] == compare(before, after).delta

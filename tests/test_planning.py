@@ -79,7 +79,7 @@ def test_a_linear_block_is_replaced_for_nothing_and_the_others_are_left() -> Non
     assert set(plan.ranks) == {1}
     assert plan.ranks[1] is not None
     assert 5 <= plan.ranks[1] < WIDTH // 2
-    assert plan.selection.delta == pytest.approx(0, abs=1e-3 * plan.selection.baseline)
+    assert plan.selection["text"].delta == pytest.approx(0, abs=1e-3 * plan.selection["text"].baseline)
     assert torch.equal(logits(model), expected), "searching must not change the model"
     before = evaluate(model, TEXT.verification.windows).perplexity
     compressor.apply(model, plan, TEXT)
@@ -91,7 +91,7 @@ def test_a_block_that_is_linear_by_its_outlier_rows_is_not_touched() -> None:
     model = planted_model(WildFFN(outliers=300.0), LinearFFN(), WildFFN(), mark_first_position=True)
     profile = measure(model, TEXT)
     assert profile.blocks[0].r2_lin > 0.9
-    planner = Planner(model, profile, TEXT, Budget.parse("20%"))
+    planner = Planner(model, profile, TEXT, {"text": Budget.parse("20%")})
     assert planner.verdicts[0].word == "unsafe"
     assert "outlier rows" in planner.verdicts[0].reason
     assert planner.verdicts[1].word == "safe"
@@ -102,7 +102,7 @@ def test_a_block_that_is_linear_by_its_outlier_rows_is_not_touched() -> None:
 
 def test_a_plan_that_verification_refused_does_not_come_back() -> None:
     model = tiny_model("llama")
-    planner = Planner(model, measure(model, TEXT), TEXT, Budget.parse("4%", confidence=0))
+    planner = Planner(model, measure(model, TEXT), TEXT, {"text": Budget.parse("4%", confidence=0)})
     found = planner.search()
     while True:
         try:
@@ -130,7 +130,8 @@ def test_a_larger_budget_saves_at_least_as_much() -> None:
     saved = []
     for budget in ("1%", "4%", "30%"):
         plan = compressor.plan(model, profile, TEXT, max_dppl=budget, confidence=0)
-        assert plan.selection.delta <= Budget.parse(budget).dppl(plan.selection.baseline) * 1.01
+        found = plan.selection["text"]
+        assert found.delta <= Budget.parse(budget).dppl(found.baseline) * 1.01
         sizes = (blocks[i].parameters - replacement_parameters(blocks[i].width, r) for i, r in plan.ranks.items())
         saved.append(sum(sizes))
     assert saved == sorted(saved)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from compressor.budget import Budget
+from compressor.budget import Budget, drops_of
 from compressor.errors import InputError
 from compressor.recipe import Recipe, dump, resolve
 
@@ -85,7 +85,7 @@ def test_options_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) ->
     assert recipe.seed == 4  # the option
     assert recipe.batch_size == 2  # the file: None is an option that was not given
     assert recipe.overwrite is True
-    assert recipe.max_dppl == "2%"  # as the option is spelled
+    assert recipe.max_dppl == ["2%"]  # as the option is spelled
     assert recipe.calib_tokens == Recipe().calib_tokens  # the default
     assert resolve(file, {"seed": 0}).seed == 0  # zero is a value
 
@@ -97,6 +97,39 @@ def test_empty_recipe_is_the_defaults(tmp_path: Path) -> None:
 def test_one_text_or_several(tmp_path: Path) -> None:
     assert resolve(write(tmp_path, "text: a.txt\n"), {}).text == ["a.txt"]
     assert resolve(write(tmp_path, "text: [a.txt, b.txt]\n"), {}).text == ["a.txt", "b.txt"]
+    named = resolve(write(tmp_path, "text: {wiki: a.txt, code: [b.txt, c.txt]}\n"), {})
+    assert named.text == ["wiki=a.txt", "code=b.txt", "code=c.txt"]
+
+
+def test_one_budget_or_several(tmp_path: Path) -> None:
+    file = write(tmp_path, "max_dppl: {wiki: 1.0, code: 5%}\nmax_task_drop: [0.01, piqa=0.02]\ntasks: piqa, boolq\n")
+    recipe = resolve(file, {})
+    budgets = recipe.budgets(["code", "wiki"])
+    assert (str(budgets["wiki"]), str(budgets["code"])) == ("1", "5%")
+    assert recipe.tasks == ["piqa", "boolq"]
+    assert recipe.max_task_drop == ["0.01", "piqa=0.02"]
+    again = write(tmp_path, dump(recipe, "header"))
+    assert resolve(again, {}) == recipe
+    with pytest.raises(InputError, match=r"no text 'code' \(known: wiki\)"):
+        recipe.budgets(["wiki"])
+    with pytest.raises(InputError, match=r"text 'prose' has no budget; add --max-dppl prose=1.0"):
+        recipe.budgets(["wiki", "code", "prose"])
+    with pytest.raises(InputError, match="given twice for text wiki"):
+        resolve(None, {"max_dppl": ["wiki=1", "wiki=2"]}).budgets(["wiki"])
+
+
+def test_a_plain_budget_is_that_of_all_texts_without_their_own() -> None:
+    recipe = resolve(None, {"max_dppl": ["1", "code=3"]})
+    assert {name: b.amount for name, b in recipe.budgets(["wiki", "code"]).items()} == {"wiki": 1, "code": 3}
+
+
+def test_the_drop_of_a_task_its_group_or_all() -> None:
+    asked = {"blimp_a": "blimp", "blimp_b": "blimp", "piqa": "piqa", "boolq": "boolq"}
+    found = drops_of(["0.5", "blimp=0.1", "blimp_b=0.2", "piqa=3%"], asked)
+    assert found == {"blimp_a": 0.1, "blimp_b": 0.2, "piqa": 0.03, "boolq": 0.5}
+    assert drops_of([], asked) == dict.fromkeys(asked)
+    with pytest.raises(InputError, match="no task 'piqb'"):
+        drops_of(["piqb=0.1"], asked)
 
 
 def test_recipe_does_not_change() -> None:
@@ -165,10 +198,16 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
         {"overwrite": "yes"},
         {"model": 3},
         {"text": [1]},
-        {"text": {"a": "b"}},
+        {"text": {"a": 1}},
+        {"max_dppl": {"a": True}},
+        {"tasks": [1]},
+        {"task_limit": 0},
+        {"task_limit": "8"},
+        {"max_task_drop": -0.1},
+        {"max_task_drop": {"piqa": 2}},
+        {"generate": -1},
         {"confidence": "high"},
         {"confidence": float("nan")},
-        {"max_dppl": [1]},
         {"max_dppl": True},
         {"text": []},
     ],
@@ -186,7 +225,7 @@ def test_recipes_that_ship() -> None:
     assert {file.stem for file in files} >= {"gpt2", "pythia-160m", "llama-160m", "smollm2-135m", "demo"}
     for file in files:
         recipe = resolve(file, {})
-        assert recipe.budget().amount > 0, file.name
+        assert recipe.budgets(["text"])["text"].amount > 0, file.name
         assert recipe.text, file.name
         assert recipe.seq_len, file.name
         how = next(line for line in file.read_text(encoding="utf-8").splitlines() if f"recipes/{file.name}" in line)

@@ -1,0 +1,82 @@
+"""What was measured once, on disk: tensors under the hash of everything that they depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from compressor.errors import InputError
+from compressor.progress import Progress
+
+Tensors = dict[str, Tensor]
+
+
+def default_directory() -> Path:
+    """$COMPRESSOR_CACHE, else where this system keeps what can be made again."""
+    named = os.environ.get("COMPRESSOR_CACHE")
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compressor"
+
+
+class Cache:
+    """Measurements by key. Without a directory nothing is kept; a damaged entry is measured again."""
+
+    def __init__(self, directory: Path | None, progress: Progress) -> None:
+        self.directory, self.progress = directory, progress
+        if directory is not None:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InputError(
+                    f"the cache {directory} cannot be made: {error.strerror}; name another with --cache, or --no-cache"
+                ) from error
+
+    def get(self, step: str, key: Mapping[str, Any], measure: Callable[[], Tensors]) -> Tensors:
+        """The tensors of this key: from disk when they are there, else measured and kept."""
+        words = json.dumps(key, sort_keys=True, default=str)
+        if self.directory is None:
+            return measure()
+        file = self.directory / f"{hashlib.sha256(words.encode()).hexdigest()[:40]}.safetensors"
+        kept = self.read(file, words)
+        if kept is not None:
+            self.progress.say(f"{step}: measured before")
+            return kept
+        found = measure()
+        self.write(file, words, found)
+        return found
+
+    def read(self, file: Path, words: str) -> Tensors | None:
+        try:
+            with safe_open(file, framework="pt") as entry:
+                whole = (entry.metadata() or {}).get("key") == words
+                found = {name: entry.get_tensor(name) for name in entry.keys()} if whole else None  # noqa: SIM118
+        except FileNotFoundError:
+            return None
+        except (SafetensorError, OSError, ValueError) as error:
+            self.progress.say(f"warning: the cached {file.name} is damaged ({error}); it is measured again")
+            return None
+        return found
+
+    def write(self, file: Path, words: str, found: Tensors) -> None:
+        """One rename, so that a reader never sees half of it. A full disk costs the entry, not the run."""
+        try:
+            handle, partial = tempfile.mkstemp(prefix=".partial-", dir=file.parent)
+            os.close(handle)
+            try:
+                save_file({name: tensor.contiguous() for name, tensor in found.items()}, partial, {"key": words})
+                os.replace(partial, file)
+            except BaseException:
+                os.unlink(partial)
+                raise
+        except (OSError, SafetensorError) as error:
+            self.progress.say(f"warning: the cache {self.directory} was not written: {error}")

@@ -1,0 +1,305 @@
+"""The record of an assessment as one HTML page (report.html): no request, no script, no other file.
+
+Everything is built with `e`, which escapes whatever it is given except `Html`, that is what `e` itself has made.
+A section is a function of the record that returns `NOTHING` when the record lacks what it shows; see `SECTIONS`.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, TypeGuard
+
+Record = Mapping[str, Any]
+MISSING = "–"
+# Control characters are shown as pictures (but tab and newline); those that turn the writing direction as �.
+PICTURES = {c: 0x2400 + c for c in range(32) if c not in (9, 10)} | {127: 0x2421}
+PICTURES |= dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
+SPACES = str.maketrans(" \n\t", "␣↵⇥")
+
+
+class Html(str):
+    """Text that is HTML already."""
+
+
+def put(value: Any) -> str:
+    """Anything as HTML: `Html` as it is; all else escaped, and always possible to write as UTF-8."""
+    if isinstance(value, Html):
+        return value
+    text = MISSING if value is None else str(value).encode("utf-8", "replace").decode("utf-8")
+    return html.escape(text.translate(PICTURES))
+
+
+def join(*parts: Any) -> Html:
+    return Html("".join(map(put, parts)))
+
+
+def e(tag: str, *children: Any, **attributes: Any) -> Html:
+    """An element. `class_` is `class`, `text_anchor` is `text-anchor`; an attribute that is None is left out."""
+    given = ((name.rstrip("_").replace("_", "-"), value) for name, value in attributes.items() if value is not None)
+    opened = "".join(f' {name}="{put(value)}"' for name, value in given)
+    return Html(f"<{tag}{opened}>{join(*children)}</{tag}>")
+
+
+def some(tag: str, *children: Any, **attributes: Any) -> Html:
+    """An element, or nothing when there is nothing to put in it."""
+    return e(tag, *children, **attributes) if any(children) else NOTHING
+
+
+def titled(tag: str, title: Any, *body: Any, **attributes: Any) -> Html:
+    """An element under a heading, or nothing when there is nothing under it."""
+    heading = {"section": "h2", "div": "h3", "details": "summary"}[tag]
+    return e(tag, e(heading, title), *body, **attributes) if any(body) else NOTHING
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def num(value: Any, sign: str = "", form: str = "") -> str:
+    """A whole number as it is; else three decimals, fewer for a large number, one digit for a tiny one."""
+    if not is_number(value):
+        return MISSING if value is None or isinstance(value, float) else str(value)
+    if isinstance(value, int) and not sign:
+        return f"{value:,}"
+    size = abs(value)
+    usual = ".1g" if 0 < size < 0.0005 else ",.3f" if size < 100 else ",.1f" if size < 10_000 else ",.0f"
+    return format(float(value), sign + (form or usual)).replace("-", "−").replace("inf", "∞")
+
+
+def percent(value: Any, digits: int = 1) -> str:
+    return f"{num(100.0 * value, form=f'.{digits}f')} %" if is_number(value) else MISSING
+
+
+def interval(pair: Any) -> str:
+    return " … ".join(num(end, "+") for end in pair) if pair else MISSING
+
+
+def change(entry: Record, before: str, after: str) -> str:
+    return " → ".join(dict.fromkeys(num(entry.get(key)) for key in (before, after)))
+
+
+def last_part(path: Any) -> str:
+    """The last component of a name or path: a page is made to be passed on, so it holds no local directory."""
+    return str(path or "").replace("\\", "/").rstrip("/").rpartition("/")[2].strip(". ") or "model"
+
+
+def failed(entry: Record) -> bool:
+    return entry.get("passed") not in (True, None) or entry.get("verdict") == "unsafe"
+
+
+def noted(word: Any, note: Any) -> Html:
+    return join(word, some("div", note, class_="note"))
+
+
+NOTHING = Html("")
+NUMBERS: dict[str, Callable[[Any], str]] = {
+    **{"num": num, "signed": lambda value: num(value, "+"), "percent": percent, "interval": interval},
+    "size": lambda block: change(block, "params_before", "params_after"),
+}
+PASSED, FAILED, UNSAFE = (e("b", w, class_=c) for w, c in (("passed", "good"), ("FAILED", "bad"), ("unsafe", "bad")))
+WORDS: dict[str, Callable[[Any], Any]] = {
+    **{"words": lambda value: value, "code": lambda value: e("code", value)},
+    "files": lambda names: ", ".join(map(last_part, str(names or MISSING).split(", "))),
+    "check": lambda check: noted(check.get("name"), check.get("detail")),
+    "result": lambda passed: NOTHING if passed is None else PASSED if passed is True else FAILED,
+    "judged": lambda block: noted(UNSAFE, block.get("reason")) if failed(block) else block.get("verdict"),
+    "replaced": lambda now: " ".join(str(now[key]) for key in ("kind", "rank") if now and now.get(key)),
+}
+# Columns of each table: heading; how to show it, if not as a number; key in the record, if not the heading (* is all).
+COLUMNS = {
+    "checks": "check, check, *; measured; limit; result, result, passed",
+    "texts": "text, words, name; source, num, baseline; compressed; Δ, signed, delta; 95 % interval, interval,"
+    "delta_ci95; budget, signed, max_dppl; result, result, passed; tokens; window length, num, seq_len",
+    "tasks": "task, words, name; metric, words; source; compressed; drop, signed; 95 % interval, interval, drop_ci95;"
+    "documents; changed; budget, signed, max_drop; result, result, passed",
+    "talk": "measure, words, name; source; compressed; 95 % interval of the rise, interval, rise_ci95",
+    "bands": "band, words; tokens; source, num, baseline; compressed; Δ, signed, delta; share of the rise in nats, percent, share",
+    "blocks": "block, words, index; R²_lin, num, r2_lin; stream R², num, r2_stream; verdict, judged, *;"
+    "replacement, replaced; parameters, size, *",
+    "facts": "what, words, name; value, words",
+    "splits": "text, words, name; source, files; tokens; sha256, code",
+}
+
+
+def records(entries: Any) -> list[Record]:
+    """A list of records, also from a mapping of names to records or to single values."""
+    if isinstance(entries, Mapping):
+        return [{**(x if isinstance(x, Mapping) else {"value": x}), "name": name} for name, x in entries.items()]
+    return list(entries or [])
+
+
+def table(label: str, kind: str, entries: Any) -> Html:
+    """A table in a container that scrolls by itself; the first column names the row, bad rows are highlighted."""
+    said = [[part.strip() for part in column.split(",")] for column in COLUMNS[kind].split(";")]
+    fields = [(name, *more, *("num", name)[len(more) :]) for name, *more in said]
+    sides, shows, body = ["n" if how in NUMBERS else None for _, how, _ in fields], {**NUMBERS, **WORDS}, []
+    for row in records(entries):
+        first, *cells = (shows[how](row if key == "*" else row.get(key)) for _, how, key in fields)
+        line = [e("td", cell, class_=side) for cell, side in zip(cells, sides[1:], strict=True)]
+        body.append(e("tr", e("th", first, scope="row"), *line, class_="hit" if failed(row) else None))
+    top = [e("th", name, scope="col", class_=side) for (name, *_), side in zip(fields, sides, strict=True)]
+    full = e("table", e("thead", e("tr", *top)), e("tbody", *body))
+    return e("div", full, class_="scroll", role="region", aria_label=label, tabindex="0") if body else NOTHING
+
+
+def listed(title: str, key: str) -> Callable[[Record], Html]:
+    """A section that is one table."""
+    return lambda report: titled("section", title, table(title, key, report.get(key)))
+
+
+def cost(report: Record) -> tuple[str, bool]:
+    """What it costs in perplexity, in words, and whether that was allowed; by every text, if there are several."""
+    perplexity, limit = report.get("perplexity") or {}, (report.get("budget") or {}).get("max_dppl")
+    delta, texts = perplexity.get("delta"), records(report.get("texts"))
+    if not is_number(delta):
+        return ("", True) if delta is None else ("; perplexity is not a number", False)
+    said = f"; perplexity {'falls' if delta < 0 else 'rises'} by {num(abs(delta))} (95 % interval "
+    said += interval(perplexity.get("delta_ci95")) + ")"
+    if len(texts) > 1:
+        outside = ", ".join(str(text["name"]) for text in texts if failed(text))
+        return f"{said}, {f'OUTSIDE the budget of {outside}' if outside else 'inside each budget'}", not outside
+    upper = perplexity.get("delta_upper", delta)
+    inside = limit is None or (is_number(upper) and upper <= limit)
+    end = "" if limit is None else f", {'inside' if inside else 'OUTSIDE'} the budget of {num(limit, '+')}"
+    return said + end, inside
+
+
+def headline(report: Record) -> Html:
+    """The answer first: how much is gone, what it costs, whether that was allowed, and which checks failed."""
+    gone = (report.get("parameters") or {}).get("removed_fraction")
+    said = "No measurement is recorded" if gone is None else f"{percent(gone, 2)} of the parameters are gone"
+    loss, good = cost(report)
+    wrong = [str(check.get("name")) for check in report.get("checks") or [] if failed(check)]
+    if wrong or failed(report):
+        good, loss = False, f"{loss}. Checks failed: {', '.join(wrong) or 'the record does not say which'}"
+    lead = e("p", said, loss, ".", class_="answer" if good and loss else "answer no")
+    name = last_part((report.get("source") or {}).get("model"))
+    return e("header", e("h1", name, ", compressed"), lead, warned(report.get("warnings")))
+
+
+def warned(warnings: Any) -> Html:
+    return some("ul", *(e("li", e("b", "Warning: "), warning) for warning in warnings or []), class_="warnings")
+
+
+def talk(report: Record) -> Html:
+    found = report.get("generation") or {}
+    pairs = {f"distinct-{n}": pair for n, pair in (found.get("distinct") or {}).items()}
+    pairs["repetition"] = found.get("repetition")
+    samples = [sample(pair) for pair in found.get("samples") or []]
+    said = (
+        f"{num(found.get('prompts'))} prompts of {num(found.get('prompt_tokens'))} tokens, each continued by "
+        f"{num(found.get('tokens'))}. Agreement: given the source’s words so far, it picks the same next token in "
+        f"{percent(found.get('agreement'))} of places. Same prefix: the two part after "
+        f"{num(found.get('same_prefix'), form='.1f')} tokens on average."
+    )
+    more = titled("details", f"{len(samples) - 3} more continuations", *samples[3:])
+    pairs_told = titled("div", "Continuations side by side", *samples[:3], more)
+    figures = warned(found.get("warnings")), table("Variety and repetition", "talk", pairs)
+    return titled("section", "Does it still talk?", e("p", said), *figures, pairs_told) if found else NOTHING
+
+
+def sample(pair: Record) -> Html:
+    """A prompt and both continuations: what they begin with in common dimmed, the rest marked."""
+    sides = {name: str(pair.get(name) or "") for name in ("source", "compressed")}
+    same = len(list(takewhile(lambda letters: letters[0] == letters[1], zip(*sides.values(), strict=False))))
+    first, sets = pair.get("first_difference"), []
+    for name, text in sides.items():
+        parts = some("span", text[:same].lstrip(" "), class_="dim"), some("mark", text[same:])
+        sets.append(e("div", e("h4", name), e("p", *parts, class_="text")))
+    differ = "no difference" if first is None else f"they part after {num(first)} tokens"
+    note = e("p", f"agreement {percent(pair.get('agreement'), 0)}, {differ}", class_="note")
+    return e("article", e("p", pair.get("prompt"), class_="text prompt"), e("div", *sets, class_="pair"), note)
+
+
+def hurts(report: Record) -> Html:
+    found = report.get("where") or {}
+    kinds = {"frequency": "Δ perplexity by token frequency", "position": "Δ perplexity by position in the window"}
+    charts = [titled("div", title, bands(title, found[key])) for key, title in kinds.items() if found.get(key)]
+    windows = [window(place, entry) for place, entry in enumerate(found.get("windows") or [], start=1)]
+    worst = titled("div", "The windows that lost most", *windows)
+    return titled("section", "Where it hurts", some("div", *charts, class_="charts"), worst)
+
+
+def bands(title: str, found: Sequence[Record]) -> Html:
+    """Horizontal bars, their table beneath. Places are percentages and letters keep their size at every width."""
+    sizes = [d if is_number(d := band.get("delta")) and math.isfinite(d) else 0.0 for band in found]
+    low, height = min(0.0, *sizes), 42 * len(found)
+    unit = 100 / ((max(0.0, *sizes) - low) or 1.0)
+    told = "; ".join(f"{band.get('band')} {num(band.get('delta'), '+')}" for band in found)
+    shapes = [e("title", f"{title}: {told}")]
+    for y, band, size in zip(range(0, height, 42), found, sizes, strict=True):
+        left, wide, zero = (f"{share * unit:.2f}%" for share in (min(0.0, size) - low, abs(size), -low))
+        shapes.append(e("text", str(band.get("band"))[:40], x="0", y=y + 14))
+        shapes.append(e("text", num(band.get("delta"), "+"), x="100%", y=y + 14, text_anchor="end"))
+        shapes.append(e("rect", x=left, width=wide, y=y + 20, height="12", class_="down" if size < 0 else None))
+        shapes.append(e("line", x1=zero, x2=zero, y1=y + 20, y2=y + 32))
+    drawn = e("svg", *shapes, width="100%", height=height, role="img")
+    return join(drawn, titled("details", "Table", table(title, "bands", found)))
+
+
+def window(place: int, found: Record) -> Html:
+    losses = f"perplexity {change(found, 'baseline', 'compressed')}, {num(found.get('nats'), '+', '.2f')} nats"
+    name = e("b", f"{place}. {found.get('text_name')}, window {num(found.get('window'))}")
+    worst = ((str(token.get("token")).translate(SPACES), token.get("nats")) for token in found.get("worst") or [])
+    tokens = [e("li", e("bdi", e("code", token)), " ", num(nats, "+", ".2f")) for token, nats in worst]
+    text, summary = e("p", found.get("excerpt"), class_="text"), join(name, " ", e("span", losses, class_="dim"))
+    label = e("li", "Tokens that lost most, in nats:", class_="dim")
+    hardest = e("ul", label, *tokens, class_="tokens") if tokens else NOTHING
+    return titled("details", summary, text, hardest, open="" if place == 1 else None)
+
+
+def provenance(report: Record) -> Html:
+    tool, source, text, parameters = (report.get(key) or {} for key in ("tool", "source", "text", "parameters"))
+    facts = {str(tool.get("name") or "compressor"): tool.get("version"), **(report.get("environment") or {})}
+    facts |= {key.replace("_", " "): value for key, value in source.items() if key != "model"}
+    facts |= {"parameters": change(parameters, "before", "after"), "window length": text.get("seq_len")}
+    facts |= {"seed": (report.get("recipe") or {}).get("seed")}
+    splits = {name: split for name, split in text.items() if isinstance(split, Mapping)}
+    times = {step: f"{num(took, form=',.2f')} s" for step, took in (report.get("timings") or {}).items()}
+    tables = table("Versions", "facts", facts), table("Texts", "splits", splits)
+    return titled("section", "Provenance", *tables, titled("details", "Timings", table("Timings", "facts", times)))
+
+
+TITLES = {"checks": "Checks", "texts": "Perplexity", "tasks": "Tasks", "blocks": "Blocks"}
+checks, texts, tasks, blocks = (listed(title, key) for key, title in TITLES.items())
+SECTIONS = (headline, checks, texts, tasks, talk, hurts, blocks, provenance)
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+CSS = """
+:root{color-scheme:light dark;--bg:#fff;--soft:#f4f5f7;--ink:#1b1d21;--dim:#5a616c;--line:#dde0e5;--good:#17693a;
+--bad:#b3231b;--hit:#fdefee;--bar:#39699f;--mark:#fbe7a9;--warn:#9a6700}
+@media(prefers-color-scheme:dark){:root{--bg:#14161a;--soft:#1d2025;--ink:#e4e6ea;--dim:#9ca4b0;--line:#31353c;
+--good:#74cf98;--bad:#ff8d83;--hit:#34201f;--bar:#6d9fd6;--mark:#54430f;--warn:#dcaa3f}}
+body{margin:0;background:var(--bg);color:var(--ink);font:16px/1.55 system-ui,sans-serif;overflow-wrap:anywhere}
+main{max-width:62rem;margin:auto;padding:2.5rem 1.25rem 4rem}h1,h2,h3{line-height:1.2;text-wrap:balance}
+h1{font-size:1.75rem;margin:0 0 1rem}h2{font-size:1.25rem;margin:3rem 0 .7rem}h3{font-size:1rem;margin:1.7rem 0 .5rem}
+h4{font-size:.8rem;margin:.6rem 0 0;color:var(--dim)}p{margin:.5rem 0;max-width:46rem}.no{--good:var(--bad)}
+.answer{font-size:1.2rem;line-height:1.45;padding-left:1rem;border-left:4px solid var(--good)}.good{color:var(--good)}
+.bad{color:var(--bad)}.dim,.note{color:var(--dim)}.note{font-size:.85rem;font-weight:400}
+.warnings{margin:1rem 0;padding:.6rem 1rem;list-style:none;background:var(--soft);border-left:4px solid var(--warn)}
+.scroll{overflow-x:auto;margin:.75rem 0}table{border-collapse:collapse;font-size:.9rem;min-width:min(100%,34rem)}
+th,td{padding:.4rem 1.1rem .4rem 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--line);
+white-space:nowrap;overflow-wrap:normal}table .n{text-align:right}thead th{vertical-align:bottom;white-space:normal}
+table .note{white-space:normal;min-width:9rem;max-width:22rem}th{font-weight:500}thead{color:var(--dim);font-size:.82rem}
+.hit>*{background:var(--hit)}.hit th{box-shadow:inset 3px 0 var(--bad);padding-left:.7rem}
+code{font:.88em ui-monospace,monospace}summary{cursor:pointer;padding:.35rem 0}article{padding:.75rem 0}
+details+details,article+article{border-top:1px solid var(--line)}.text{white-space:pre-wrap}.prompt{font-weight:500}
+mark{background:var(--mark);color:inherit}svg{display:block;font-size:13px}text{fill:var(--ink)}rect{fill:var(--bar)}
+.down{fill:var(--good)}line{stroke:var(--dim)}table,svg,ul{font-variant-numeric:tabular-nums}
+.pair,.charts{display:grid;grid-template-columns:1fr 1fr;gap:0 2.5rem}.pair>*,.charts>*{min-width:0}
+.tokens{display:flex;flex-wrap:wrap;gap:.4rem 1rem;padding:0;list-style:none}
+@media(max-width:44rem){main{padding:1.5rem 1rem}th,td{padding-right:.7rem}.pair,.charts{display:block}}
+"""
+
+
+def page(report: Record) -> str:
+    """The whole document; a key that is missing leaves out its section."""
+    name = last_part((report.get("source") or {}).get("model"))
+    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    meta += f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><link rel="icon" href="data:,">'
+    head = e("head", Html(meta), e("title", name, ", compressed"), e("style", Html(CSS)))
+    return (
+        f"<!DOCTYPE html>\n{e('html', head, e('body', e('main', *(build(report) for build in SECTIONS))), lang='en')}\n"
+    )

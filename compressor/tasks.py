@@ -1,0 +1,283 @@
+"""lm-eval tasks, scored document by document, so that two models are compared in pairs.
+
+Traps of lm-eval that are kept away here: it ties the weights of the model it is given anew; it renders task templates
+with all of Python in reach; it changes the tokenizer's pad token; its longest sequence defaults to the model's context;
+its few-shot examples depend on what was drawn before; and where there is no network it takes long to say so.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.errors import InputError
+from compressor.evaluating import interval_of, logits_batch, resampled_means
+from compressor.hub import reason_of, why_unreachable
+from compressor.progress import Progress
+from compressor.taskfiles import TASK_ALTERNATIVES, TaskFile, find_tasks, refuse_unusable
+from compressor.text import cache_only
+
+FEWSHOT_SEED = 1234  # lm-eval's own default
+LONGEST = 2048  # tokens: a longer default makes rolling tasks build gigabytes of logits
+AGGREGATIONS = ("mean", "nanmean", "perplexity")  # of one number per document
+Scores = dict[str, Tensor]  # metric → its value for every document
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task that is ready to run on its first `documents` documents."""
+
+    name: str
+    asked: str  # what the user called it
+    metric: str  # the one that budgets are held against
+    metrics: tuple[str, ...]
+    better: int  # +1 when more of the metric is better, else −1
+    documents: int
+    sha256: str  # of its configuration and documents
+    source: str
+    body: Any = field(repr=False)  # lm-eval's own object
+
+    def total(self, metric: str, values: Tensor) -> float:
+        """A metric of all documents, as lm-eval would print it."""
+        return float(self.body.aggregation()[metric](values.tolist()))
+
+
+@dataclass(frozen=True)
+class Drop:
+    """How much a task's score fell, with the paired bootstrap interval over documents."""
+
+    source: float
+    compressed: float
+    drop: float
+    drop_ci95: tuple[float, float]
+    upper: float
+    documents: int
+    changed: int
+    metrics: dict[str, tuple[float, float]]
+
+
+def open_tasks(names: Sequence[str], paths: Sequence[str], limit: int | None, trust_remote_code: bool) -> list[Task]:
+    """Find, check and load tasks, or say in one line what is wrong with one."""
+    files = find_tasks(list(names), list(paths))
+    refuse_unusable(files, trust_remote_code)
+    offline = why_unreachable() if any(file.data_files is None for file in files) else None
+    return [open_task(file, limit, offline) for file in files]
+
+
+def open_task(file: TaskFile, limit: int | None, offline: str | None) -> Task:
+    local = file.data_files
+    dataset = str(file.config.get("dataset_path"))
+    with silent(), cache_only(local is not None or offline is not None):
+        from lm_eval import utils
+        from lm_eval.tasks import TaskManager
+        from lm_eval.tasks._yaml_loader import load_yaml
+
+        try:
+            config = load_yaml(file.file) | file.overrides | {"task": file.name}
+            if local is not None:
+                data = {split: [str(path) for path in paths] for split, paths in local.items()}
+                config["dataset_kwargs"] = {**config["dataset_kwargs"], "data_files": data}
+            with replaced(utils, "env", sandbox(utils.env)):
+                body = TaskManager(include_defaults=False).load([config])["tasks"][file.name]
+            documents = list(body.eval_docs)[:limit]
+        except Exception as error:  # lm-eval and datasets raise a dozen unrelated types
+            reason = f"{reason_of(error)} ({offline})" if offline else reason_of(error)
+            raise InputError(
+                f"task {file.name} ({file.file}) cannot be loaded: {reason}; {TASK_ALTERNATIVES}"
+            ) from error
+    if not documents:
+        raise InputError(f"task {file.name} ({file.file}) has no documents")
+    metrics = [name for name, function in body.aggregation().items() if function.__name__ in AGGREGATIONS]
+    means = [name for name in metrics if body.aggregation()[name].__name__ == "mean"]
+    chosen = file.metric or next(iter(means), None)
+    if chosen is None or chosen not in means:
+        have = ", ".join(means) or "none"
+        what = f"no metric {file.metric!r}" if file.metric else "no metric that is a mean over documents"
+        raise InputError(f"task {file.name} has {what} (those that can be compared: {have}); for perplexity use --text")
+    if body.get_config("num_fewshot") is None:
+        body.set_config(key="num_fewshot", value=0)
+    described = {"config": file.config, "documents": documents, "fewshot": body.get_config("num_fewshot")}
+    return Task(
+        name=file.name,
+        asked=file.asked.removesuffix(f":{file.metric}"),
+        metric=chosen,
+        metrics=tuple(metrics),
+        better=1 if body.higher_is_better().get(chosen, True) else -1,
+        documents=len(documents),
+        sha256=hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest(),
+        source=", ".join(str(f) for split in local.values() for f in split) if local else dataset,
+        body=body,
+    )
+
+
+def task_key(task: Task, max_length: int) -> dict[str, Any]:
+    """What a score depends on besides the model."""
+    return {"task": task.name, "sha256": task.sha256, "max_length": max_length, "lm_eval": version("lm-eval")}
+
+
+def longest(model: Any) -> int:
+    config = model.config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+    return min(context or LONGEST, LONGEST)
+
+
+def score(
+    model: Any,
+    tokenizer: Any,
+    task: Task,
+    *,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+    step: str = "task",
+    only: Sequence[int] | None = None,
+) -> Scores:
+    """Every metric of every document (or of the documents `only`), by lm-eval's HFLM. The model is left as it was."""
+    progress = progress or Progress()
+    size = logits_batch(model, longest(model), batch_size)
+    with ExitStack() as stack:
+        stack.enter_context(silent())
+        stack.enter_context(replaced(model, "tie_weights", lambda *_, **__: None))
+        import lm_eval.api.model
+        import lm_eval.api.task
+        from lm_eval import api, evaluator, utils
+        from lm_eval.models import huggingface
+
+        stack.enter_context(replaced(utils, "env", sandbox(utils.env)))
+        bar = bar_class(progress, f"{step} {task.name}")
+        stack.enter_context(replaced(huggingface, "tqdm", bar))
+        for module in (api.model, api.task):
+            stack.enter_context(replaced(module, "tqdm", lambda items, **_: items))
+        try:
+            lm = huggingface.HFLM(
+                pretrained=model,
+                tokenizer=copy.deepcopy(tokenizer),
+                backend="causal",
+                batch_size=size,
+                max_length=longest(model),
+            )
+            task.body.set_fewshot_seed(seed=FEWSHOT_SEED)
+            results = evaluator.evaluate(
+                lm=lm,
+                task_dict={"tasks": {task.name: task.body}},
+                limit=None if only is not None else task.documents,
+                samples=None if only is None else {task.name: list(only)},
+                bootstrap_iters=0,
+                log_samples=True,
+            )
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise InputError(f"task {task.name} cannot be run: {type(error).__name__}: {reason_of(error)}") from error
+    samples = results["samples"][task.name]
+    first = samples[0]["filter"]
+    rows = sorted((row for row in samples if row["filter"] == first), key=lambda row: int(row["doc_id"]))
+    names = [name for name in task.metrics if name in rows[0]]
+    if task.metric not in names:
+        raise InputError(f"task {task.name} gave no {task.metric} for its documents; it gave {', '.join(names)}")
+    return {name: torch.tensor([float(row[name]) for row in rows], dtype=torch.float64) for name in names}
+
+
+def compare_scores(task: Task, before: Scores, after: Scores, confidence: float = 0.95, seed: int = 0) -> Drop:
+    """Resample documents, the same for both models: what a document costs both of them is no difference."""
+    fall = task.better * (before[task.metric] - after[task.metric])
+    drop = fall.mean().item()
+    interval, upper = interval_of(resampled_means(fall[None], seed)[0], drop, confidence)
+    return Drop(
+        source=before[task.metric].mean().item(),
+        compressed=after[task.metric].mean().item(),
+        drop=drop,
+        drop_ci95=interval,
+        upper=upper,
+        documents=len(fall),
+        changed=int((fall != 0).sum()),
+        metrics={name: (task.total(name, before[name]), task.total(name, after[name])) for name in before},
+    )
+
+
+def lost_documents(task: Task, before: Scores, after: Scores, most: int) -> list[int]:
+    """The documents on which the compressed model does worse, the worst first."""
+    fall = task.better * (before[task.metric] - after[task.metric])
+    order = fall.argsort(descending=True, stable=True)[:most]
+    return sorted(order[fall[order] > 0].tolist())
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of lm-eval or of the model that is another for a while."""
+    before = vars(owner).get(name, owner)  # `owner` itself: there was none
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is owner:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def sandbox(environment: Any) -> Any:
+    """The same template environment, without the way from a template to all of Python."""
+    from jinja2.sandbox import SandboxedEnvironment
+
+    safe = SandboxedEnvironment(
+        loader=environment.loader,
+        undefined=environment.undefined,
+        keep_trailing_newline=environment.keep_trailing_newline,
+    )
+    safe.filters.update(environment.filters)
+    return safe
+
+
+def bar_class(progress: Progress, label: str) -> Any:
+    """Stands in for tqdm inside lm-eval: one bar per task, in this tool's own style."""
+
+    class Bar:
+        def __init__(self, items: Any = None, *, total: int | None = None, **_: Any) -> None:
+            self.items = items
+            self.stack = ExitStack()
+            count = total if total is not None else len(items or [])
+            self.advance = self.stack.enter_context(progress.bar(label, count))
+
+        def __iter__(self) -> Iterator[Any]:
+            for item in self.items:
+                yield item
+                self.advance(1)
+            self.close()
+
+        def update(self, count: int = 1) -> None:
+            self.advance(count)
+
+        def close(self) -> None:
+            self.stack.close()
+
+    return Bar
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """lm-eval, datasets and fsspec log and draw bars of their own; restored after."""
+    loggers: Mapping[str, logging.Logger] = {name: logging.getLogger(name) for name in ("lm_eval", "datasets")}
+    levels = {name: logger.level for name, logger in loggers.items()}
+    import datasets
+
+    bars = datasets.utils.is_progress_bar_enabled()
+    datasets.utils.disable_progress_bars()
+    for logger in loggers.values():
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for name, logger in loggers.items():
+            logger.setLevel(levels[name])
+        if bars:
+            datasets.utils.enable_progress_bars()
