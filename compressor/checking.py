@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from compressor import recipe as recipes
 from compressor.announcing import append_summary, junit, refuse_unwritable
 from compressor.assessing import tokenizer_sha256
 from compressor.baseline import BaselineFile, baseline_of, compare_with, read_baseline, refuse_other_model
+from compressor.budget import split_name
 from compressor.checkpoint import count_parameters
 from compressor.errors import InputError
 from compressor.models import load, source_of
@@ -22,6 +24,7 @@ from compressor.pipeline import Setting, make_evaluator, name_tasks, open_text, 
 from compressor.planfile import Part, PlannedBlock, PlannedBudget, PlannedReplacement, PlannedSource, list_mistakes
 from compressor.records import describe_assessment, describe_source, describe_text, describe_tool
 from compressor.saving import RECORD, write_json
+from compressor.text import group
 from compressor.weights import read_json
 
 
@@ -125,7 +128,14 @@ def check(directory: Path, options: dict[str, Any], gate: Gate, setting: Setting
     baseline = gate.refuse_mistakes()
     file = directory / "recipe.yaml"
     recipe = recipes.resolve(file if file.is_file() else None, options)
-    recipe = recipe.model_copy(update={"max_dppl": recipe.max_dppl or recorded_budget(record)})
+    budget = recipe.max_dppl or recorded_budget(record)
+    # Recorded words for texts and tasks that are not looked at this time mean nothing here.
+    if options.get("text") and not options.get("max_dppl"):
+        budget = of_names(budget, group(recipe.text or []))
+    drops = recipe.max_task_drop
+    if options.get("tasks") and not options.get("max_task_drop"):
+        drops = of_names(drops or [], recipe.tasks or [])
+    recipe = recipe.model_copy(update={"max_dppl": budget, "max_task_drop": drops})
     origin = gate.source or str(recipe.model or record["source"].get("model"))
     revision = None if gate.source else record["source"].get("revision")
     tasks, recipe = name_tasks(recipe, setting.trust_remote_code)
@@ -190,6 +200,12 @@ def announce(report: dict[str, Any], now: dict[str, Any], gate: Gate) -> None:
     steps = os.environ.get("GITHUB_STEP_SUMMARY")
     if steps:
         append_summary(steps, report)
+
+
+def of_names(words: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The words without a name, and those for one of these names."""
+    known = {None, *names}
+    return [word for word in words if split_name(word)[0] in known]
 
 
 def recorded_budget(record: dict[str, Any]) -> list[str]:

@@ -67,10 +67,10 @@ def frequency_bands(text: Text) -> list[tuple[str, Tensor]]:
     ranks[counts.argsort(descending=True, stable=True)] = torch.arange(1, len(counts) + 1)
     rank, count = ranks[targets], counts[targets]
     edges = [0, *RANKS, len(counts)]
-    names = [f"{low + 1:,}–{high:,}" for low, high in pairwise(edges[:-1])]
+    names = [*(f"rank {low + 1:,}–{high:,}" for low, high in pairwise(edges[:-1])), f"rank beyond {RANKS[-1]:,}"]
     found = [
-        (f"most frequent {name}", (rank > low) & (rank <= high) & (count > 0))
-        for name, low, high in zip([*names, f"beyond {RANKS[-1]:,}"], edges[:-1], edges[1:], strict=True)
+        (name, (rank > low) & (rank <= high) & (count > 0))
+        for name, (low, high) in zip(names, pairwise(edges), strict=True)
     ]
     return [*found, ("not in the calibration text", count == 0)]
 

@@ -17,7 +17,6 @@ MISSING = "–"
 # Control characters are shown as pictures (but tab and newline); those that turn the writing direction as �.
 PICTURES = {c: 0x2400 + c for c in range(32) if c not in (9, 10)} | {127: 0x2421}
 PICTURES |= dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
-SPACES = str.maketrans(" \n\t", "␣↵⇥")
 
 
 class Html(str):
@@ -116,7 +115,7 @@ COLUMNS = {
     "tasks": "task, words, name; metric, words; source; compressed; drop, signed; 95 % interval, interval, drop_ci95;"
     "documents; changed; budget, signed, max_drop; result, result, passed",
     "talk": "measure, words, name; source; compressed; 95 % interval of the rise, interval, rise_ci95",
-    "bands": "band, words; tokens; source, num, baseline; compressed; Δ, signed, delta; share of the rise in nats, percent, share",
+    "bands": "band, words; tokens; source, num, baseline; compressed; Δ, signed, delta; share of rise, percent, share",
     "blocks": "block, words, index; R²_lin, num, r2_lin; stream R², num, r2_stream; verdict, judged, *;"
     "replacement, replaced; parameters, size, *",
     "facts": "what, words, name; value, words",
@@ -161,8 +160,7 @@ def cost(report: Record) -> tuple[str, bool]:
     if len(texts) > 1:
         outside = ", ".join(str(text["name"]) for text in texts if failed(text))
         return f"{said}, {f'OUTSIDE the budget of {outside}' if outside else 'inside each budget'}", not outside
-    upper = perplexity.get("delta_upper", delta)
-    inside = limit is None or (is_number(upper) and upper <= limit)
+    inside = limit is None or (is_number(upper := perplexity.get("delta_upper", delta)) and upper <= limit)
     end = "" if limit is None else f", {'inside' if inside else 'OUTSIDE'} the budget of {num(limit, '+')}"
     return said + end, inside
 
@@ -196,9 +194,9 @@ def talk(report: Record) -> Html:
         f"{num(found.get('same_prefix'), form='.1f')} tokens on average."
     )
     more = titled("details", f"{len(samples) - 3} more continuations", *samples[3:])
-    pairs_told = titled("div", "Continuations side by side", *samples[:3], more)
+    told = titled("div", "Continuations side by side", *samples[:3], more)
     figures = warned(found.get("warnings")), table("Variety and repetition", "talk", pairs)
-    return titled("section", "Does it still talk?", e("p", said), *figures, pairs_told) if found else NOTHING
+    return titled("section", "Does it still talk?", e("p", said), *figures, told) if found else NOTHING
 
 
 def sample(pair: Record) -> Html:
@@ -243,8 +241,8 @@ def bands(title: str, found: Sequence[Record]) -> Html:
 def window(place: int, found: Record) -> Html:
     losses = f"perplexity {change(found, 'baseline', 'compressed')}, {num(found.get('nats'), '+', '.2f')} nats"
     name = e("b", f"{place}. {found.get('text_name')}, window {num(found.get('window'))}")
-    worst = ((str(token.get("token")).translate(SPACES), token.get("nats")) for token in found.get("worst") or [])
-    tokens = [e("li", e("bdi", e("code", token)), " ", num(nats, "+", ".2f")) for token, nats in worst]
+    worst = found.get("worst") or []
+    tokens = [e("li", e("code", repr(w.get("token"))), " ", num(w.get("nats"), "+", ".2f")) for w in worst]
     text, summary = e("p", found.get("excerpt"), class_="text"), join(name, " ", e("span", losses, class_="dim"))
     label = e("li", "Tokens that lost most, in nats:", class_="dim")
     hardest = e("ul", label, *tokens, class_="tokens") if tokens else NOTHING
@@ -258,9 +256,8 @@ def provenance(report: Record) -> Html:
     facts |= {"parameters": change(parameters, "before", "after"), "window length": text.get("seq_len")}
     facts |= {"seed": (report.get("recipe") or {}).get("seed")}
     splits = {name: split for name, split in text.items() if isinstance(split, Mapping)}
-    times = {step: f"{num(took, form=',.2f')} s" for step, took in (report.get("timings") or {}).items()}
-    tables = table("Versions", "facts", facts), table("Texts", "splits", splits)
-    return titled("section", "Provenance", *tables, titled("details", "Timings", table("Timings", "facts", times)))
+    times = titled("details", "Timings, in seconds", table("Timings", "facts", report.get("timings")))
+    return titled("section", "Provenance", table("Versions", "facts", facts), table("Texts", "splits", splits), times)
 
 
 TITLES = {"checks": "Checks", "texts": "Perplexity", "tasks": "Tasks", "blocks": "Blocks"}
@@ -273,23 +270,22 @@ CSS = """
 @media(prefers-color-scheme:dark){:root{--bg:#14161a;--soft:#1d2025;--ink:#e4e6ea;--dim:#9ca4b0;--line:#31353c;
 --good:#74cf98;--bad:#ff8d83;--hit:#34201f;--bar:#6d9fd6;--mark:#54430f;--warn:#dcaa3f}}
 body{margin:0;background:var(--bg);color:var(--ink);font:16px/1.55 system-ui,sans-serif;overflow-wrap:anywhere}
-main{max-width:62rem;margin:auto;padding:2.5rem 1.25rem 4rem}h1,h2,h3{line-height:1.2;text-wrap:balance}
+main{font-variant-numeric:tabular-nums;max-width:62rem;margin:auto;padding:2.5rem 1.25rem 4rem}h1,h2,h3{line-height:1.2}
 h1{font-size:1.75rem;margin:0 0 1rem}h2{font-size:1.25rem;margin:3rem 0 .7rem}h3{font-size:1rem;margin:1.7rem 0 .5rem}
 h4{font-size:.8rem;margin:.6rem 0 0;color:var(--dim)}p{margin:.5rem 0;max-width:46rem}.no{--good:var(--bad)}
 .answer{font-size:1.2rem;line-height:1.45;padding-left:1rem;border-left:4px solid var(--good)}.good{color:var(--good)}
-.bad{color:var(--bad)}.dim,.note{color:var(--dim)}.note{font-size:.85rem;font-weight:400}
-.warnings{margin:1rem 0;padding:.6rem 1rem;list-style:none;background:var(--soft);border-left:4px solid var(--warn)}
+.bad{color:var(--bad)}.dim,.note{color:var(--dim)}.note{font-size:.85rem;font-weight:400}ul{padding:0;list-style:none}
+ul.warnings{margin:1rem 0;padding:.6rem 1rem;background:var(--soft);border-left:4px solid var(--warn)}
 .scroll{overflow-x:auto;margin:.75rem 0}table{border-collapse:collapse;font-size:.9rem;min-width:min(100%,34rem)}
 th,td{padding:.4rem 1.1rem .4rem 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--line);
 white-space:nowrap;overflow-wrap:normal}table .n{text-align:right}thead th{vertical-align:bottom;white-space:normal}
-table .note{white-space:normal;min-width:9rem;max-width:22rem}th{font-weight:500}thead{color:var(--dim);font-size:.82rem}
-.hit>*{background:var(--hit)}.hit th{box-shadow:inset 3px 0 var(--bad);padding-left:.7rem}
-code{font:.88em ui-monospace,monospace}summary{cursor:pointer;padding:.35rem 0}article{padding:.75rem 0}
-details+details,article+article{border-top:1px solid var(--line)}.text{white-space:pre-wrap}.prompt{font-weight:500}
+table .note{white-space:normal;min-width:9rem;max-width:22rem}th{font-weight:500}thead{color:var(--dim);font-size:.8rem}
+.hit>*{background:var(--hit)}.hit th{box-shadow:inset 3px 0 var(--bad);padding-left:.7rem}.prompt{font-weight:500}
+code{font:.88em ui-monospace,monospace;unicode-bidi:isolate}summary{cursor:pointer;padding:.35rem 0}
+details+details,article+article{border-top:1px solid var(--line)}article{padding:.75rem 0}.text{white-space:pre-wrap}
 mark{background:var(--mark);color:inherit}svg{display:block;font-size:13px}text{fill:var(--ink)}rect{fill:var(--bar)}
-.down{fill:var(--good)}line{stroke:var(--dim)}table,svg,ul{font-variant-numeric:tabular-nums}
+.down{fill:var(--good)}line{stroke:var(--dim)}.tokens{display:flex;flex-wrap:wrap;gap:.4rem 1rem}p{text-wrap:pretty}
 .pair,.charts{display:grid;grid-template-columns:1fr 1fr;gap:0 2.5rem}.pair>*,.charts>*{min-width:0}
-.tokens{display:flex;flex-wrap:wrap;gap:.4rem 1rem;padding:0;list-style:none}
 @media(max-width:44rem){main{padding:1.5rem 1rem}th,td{padding-right:.7rem}.pair,.charts{display:block}}
 """
 
@@ -300,6 +296,5 @@ def page(report: Record) -> str:
     meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     meta += f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><link rel="icon" href="data:,">'
     head = e("head", Html(meta), e("title", name, ", compressed"), e("style", Html(CSS)))
-    return (
-        f"<!DOCTYPE html>\n{e('html', head, e('body', e('main', *(build(report) for build in SECTIONS))), lang='en')}\n"
-    )
+    main = e("main", *(build(report) for build in SECTIONS))
+    return f"<!DOCTYPE html>\n{e('html', head, e('body', main), lang='en')}\n"

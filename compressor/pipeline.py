@@ -134,7 +134,7 @@ def name_tasks(recipe: Recipe, trust_remote_code: bool) -> tuple[list[Task], Rec
         raise InputError("--max-task-drop is given, but no --tasks; name them, such as --tasks lambada_openai,piqa")
     tasks = open_tasks(names, paths, recipe.task_limit, trust_remote_code) if names else []
     drops_of(recipe.max_task_drop or [], {task.name: task.asked for task in tasks})  # a wrong name is refused here
-    return tasks, recipe.model_copy(update={"tasks": names or None, "task_path": paths or None})
+    return tasks, recipe.model_copy(update={"tasks": names, "task_path": paths or None})
 
 
 def make_evaluator(

@@ -111,8 +111,8 @@ def hurt_line(report: Mapping[str, Any]) -> list[str]:
         return []
     worst = max(bands, key=lambda band: band["share"])
     return [
-        f"hurts most: tokens {worst['band']}, {worst['share']:.0%} of the rise (perplexity {worst['baseline']:.2f} → "
-        f"{worst['compressed']:.2f})"
+        f"hurts most: tokens by frequency {worst['band']}, {worst['share']:.0%} of the rise (perplexity "
+        f"{worst['baseline']:.2f} → {worst['compressed']:.2f})"
     ]
 
 

@@ -147,8 +147,6 @@ def score(
     with ExitStack() as stack:
         stack.enter_context(silent())
         stack.enter_context(replaced(model, "tie_weights", lambda *_, **__: None))
-        import lm_eval.api.model
-        import lm_eval.api.task
         from lm_eval import api, evaluator, utils
         from lm_eval.models import huggingface
 
