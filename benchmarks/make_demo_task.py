@@ -20,7 +20,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 DEMO = Path(__file__).resolve().parent.parent / "compressor" / "demo"
-TAIL, DOCUMENTS = 0.3, 120  # the part of every file; 120 documents take lm-eval under 10 s on one thread
+TAIL, DOCUMENTS = 0.3, 240  # the part of every file; lm-eval scores some 30 documents a second on two cores
 SHORTEST, LONGEST, SENTENCES = 60, 160, 12  # tokens of a passage, and its sentences at most
 ASIDE = re.compile(r"[\[(](?:applause|laugh)[^\])]*[\])]", re.IGNORECASE)
 SENTENCE_END = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["”]))(?<!\bMrs\.)(?<!\b(?:[DM]r|St)\.)(?<![A-Z]\.)\s+""")

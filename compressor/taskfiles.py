@@ -103,7 +103,7 @@ def read_config(file: Path, seen: tuple[Path, ...] = ()) -> Config:
     merged: Config = {}
     includes = config.pop("include", [])
     for name in includes if isinstance(includes, list) else [includes]:
-        merged |= read_config(file.parent / str(name), (*seen, file))
+        merged |= read_config((file.parent / str(name)).resolve(), (*seen, file))
     return merged | config
 
 
