@@ -30,6 +30,7 @@ class Figure(Part):
     value: float
     better: int = Field(ge=-1, le=1)  # −1: less is better, and the tolerance is a share of the value
     of: str  # hash of the text or task that it was measured on
+    slack: float = Field(default=0.0, ge=0)  # what one flipped document or word may cost, however small the tolerance
 
 
 class BaselineFile(Part):
@@ -55,10 +56,12 @@ def baseline_of(report: Mapping[str, Any]) -> dict[str, Any]:
                 "value": found[model],
                 "better": better,
                 "of": found["sha256"],
+                "slack": 1 / found["documents"],
             }
     if report["generation"]:
-        agreement = report["generation"]["agreement"]
-        figures["generation agreement"] = {"value": agreement, "better": 1, "of": report["generation"]["sha256"]}
+        talk = report["generation"]
+        figure = {"value": talk["agreement"], "better": 1, "of": talk["sha256"], "slack": 1 / talk["prompts"]}
+        figures["generation agreement"] = figure
     return {
         "schema_version": SCHEMA_VERSION,
         "tool": report["tool"],
@@ -107,11 +110,18 @@ def compare_with(baseline: BaselineFile, now: Mapping[str, Any], tolerance: floa
             what = "the documents or the task" if name.startswith("task") else "the tokens (text, tokenizer or windows)"
             checks.append(Check(f"baseline {name}", False, figure["value"], then.value, f"{what} changed"))
             continue
-        limit = then.value * (1 + tolerance) if then.better < 0 else then.value - tolerance
+        limit = limit_of(then, tolerance)
         passed = figure["value"] <= limit if then.better < 0 else figure["value"] >= limit
         detail = f"was {then.value:.6g}, is {figure['value']:.6g}"
         checks.append(Check(f"baseline {name}", passed, figure["value"], limit, detail))
     return checks, moved(baseline, now)
+
+
+def limit_of(then: Figure, tolerance: float) -> float:
+    """Perplexities move by a share, scores by a difference."""
+    if then.slack == 0:
+        return then.value * (1 - then.better * tolerance)
+    return then.value - then.better * max(tolerance, 1.001 * then.slack)
 
 
 def moved(baseline: BaselineFile, now: Mapping[str, Any]) -> list[str]:

@@ -117,16 +117,44 @@ def hurt_line(report: Mapping[str, Any]) -> list[str]:
 
 
 def check_table(report: Mapping[str, Any]) -> Table:
-    """One line per promise."""
+    """One line per text, task and figure of the baseline: what was measured, and what was promised."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("check", "measured", "limit", "", "detail"):
-        table.add_column(name, justify="right" if name in ("measured", "limit") else "left", overflow="fold")
-    for check in report["checks"]:
-        style = "" if check["passed"] else "bold red"
-        figures = ["–" if check[key] is None else f"{check[key]:+.4f}" for key in ("measured", "limit")]
-        words = (check["name"], *figures, "passed" if check["passed"] else "FAILED", check["detail"])
-        table.add_row(*(Styled(word) for word in words), style=style)
+    for name in ("check", "source", "compressed", "change", "95 % interval", "limit", "verdict"):
+        table.add_column(name, justify="left" if name in ("check", "verdict") else "right", overflow="fold")
+    rows = [*map(text_row, report["texts"].items()), *map(task_row, report["tasks"].items())]
+    earlier = (check for check in report["checks"] if check["name"].startswith("baseline "))
+    for row in [*rows, *map(baseline_row, earlier)]:
+        table.add_row(*map(Styled, row), style={"FAILED": "bold red", "passed": "green"}.get(row[-1], ""))
     return table
+
+
+def verdict(passed: bool | None) -> str:
+    return "no budget" if passed is None else "passed" if passed else "FAILED"
+
+
+def text_row(item: tuple[str, Mapping[str, Any]]) -> list[str]:
+    name, found = item
+    low, high = found["delta_ci95"]
+    figures = f"{found['baseline']:.3f}", f"{found['compressed']:.3f}", f"{found['delta']:+.3f}"
+    limit = f"{found['max_dppl']:+.3f}"
+    return [f"perplexity {name}", *figures, f"{low:+.3f} … {high:+.3f}", limit, verdict(found["passed"])]
+
+
+def task_row(item: tuple[str, Mapping[str, Any]]) -> list[str]:
+    """The change has the sign of the metric; a drop is a change for the worse."""
+    name, found = item
+    sign = -1 if found["higher_is_better"] else 1
+    low, high = sorted(sign * end for end in found["drop_ci95"])
+    limit = "–" if found["max_drop"] is None else f"{sign * found['max_drop']:+.4f}"
+    figures = f"{found['source']:.4f}", f"{found['compressed']:.4f}", f"{sign * found['drop']:+.4f}"
+    label = f"task {name} ({found['metric']}, {found['documents']} documents)"
+    return [label, *figures, f"{low:+.4f} … {high:+.4f}", limit, verdict(found["passed"])]
+
+
+def baseline_row(check: Mapping[str, Any]) -> list[str]:
+    measured, limit = ("–" if check[key] is None else f"{check[key]:.4f}" for key in ("measured", "limit"))
+    here = ["", measured] if check["name"].endswith("compressed") else [measured, ""]
+    return [check["name"], *here, "", "", limit, verdict(check["passed"])]
 
 
 def profile_lines(report: Mapping[str, Any]) -> list[str]:
@@ -157,11 +185,23 @@ def replaced_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def check_lines(report: Mapping[str, Any]) -> list[str]:
-    failed = [check["name"] for check in report["checks"] if not check["passed"]]
-    verdict = f"FAILED: {', '.join(failed)}" if failed else "passed"
+    failed = [check for check in report["checks"] if not check["passed"]]
+    reasons = [f"FAILED {check['name']}: {check['detail']}" for check in failed]
     warnings = [f"warning: {warning}" for warning in report["warnings"]]
-    figures = [*text_lines(report), *task_lines(report), *talk_lines(report), *hurt_line(report)]
-    return [*warnings, *figures, parameters_line(report["parameters"]), verdict]
+    text = next(iter(report["texts"].values()))
+    where = f"windows of {text['seq_len']} tokens, {report['perplexity']['tokens']:,} predicted"
+    held = f"the upper end at {report['budget']['confidence']:.0%}" if report["budget"]["confidence"] else "the change"
+    written = [f"baseline written to {report['baseline_written']}"] if "baseline_written" in report else []
+    return [
+        f"{where}; {held} must be inside the limit",
+        *talk_lines(report),
+        *hurt_line(report),
+        parameters_line(report["parameters"]),
+        *warnings,
+        *reasons,
+        *written,
+        f"FAILED: {', '.join(check['name'] for check in failed)}" if failed else "passed",
+    ]
 
 
 def info_lines(record: Mapping[str, Any]) -> list[str]:
