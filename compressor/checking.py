@@ -134,7 +134,7 @@ def check(directory: Path, options: dict[str, Any], gate: Gate, setting: Setting
         budget = of_names(budget, group(recipe.text or []))
     drops = recipe.max_task_drop
     if options.get("tasks") and not options.get("max_task_drop"):
-        drops = of_names(drops or [], recipe.tasks or [])
+        drops = of_names(drops or [], recipe.tasks or []) or None
     recipe = recipe.model_copy(update={"max_dppl": budget, "max_task_drop": drops})
     origin = gate.source or str(recipe.model or record["source"].get("model"))
     revision = None if gate.source else record["source"].get("revision")

@@ -63,14 +63,14 @@ def recipe_keys(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in elsewhere}
 
 
-def refuse_early(model: str | None, values: dict[str, Any], trust_remote_code: bool = False) -> None:
+def refuse_early(
+    model: str | None, values: dict[str, Any], recipe_file: Path | None = None, trust_remote_code: bool = False
+) -> None:
     """What can be refused before torch is imported, which takes longer than this."""
     from compressor import hub, taskfiles
 
     hub.refuse_out_of_reach(model)
-    names = [name for word in values.get("tasks") or [] for name in word.split(",") if name]
-    if names:
-        taskfiles.refuse_unusable(taskfiles.find_tasks(names, values.get("task_path") or []), trust_remote_code)
+    taskfiles.refuse_early(values.get("tasks"), values.get("task_path"), recipe_file, trust_remote_code)
 
 
 def begin(trust_remote_code: bool, cache: Path | None = None, no_cache: bool = False) -> Setting:
@@ -130,7 +130,7 @@ def run(
 ) -> None:
     """The whole job; `compress MODEL …` is short for `compress run MODEL …`."""
     values = recipe_keys(locals())
-    refuse_early(model, values, trust_remote_code)
+    refuse_early(model, values, recipe_file, trust_remote_code)
     from compressor import pipeline, recipe, reporting
 
     settings = recipe.resolve(recipe_file, values)
@@ -220,7 +220,7 @@ def apply(
 ) -> None:
     """Fit, patch and save a given plan, if it holds its budget."""
     values = recipe_keys(locals())
-    refuse_early(model, values, trust_remote_code)
+    refuse_early(model, values, None, trust_remote_code)
     from compressor import pipeline, recipe, reporting
 
     settings = recipe.resolve(None, values)
@@ -262,7 +262,7 @@ def check(
     values = recipe_keys(locals())
     values.pop("directory")
     gate = {name: values.pop(name) for name in ("source", "baseline", "update_baseline", "tolerance", "junit", "page")}
-    refuse_early(None, values, trust_remote_code)
+    refuse_early(None, values, directory / "recipe.yaml", trust_remote_code)
     from compressor import checking, reporting
 
     report = checking.check(directory, values, checking.Gate(**gate), begin(trust_remote_code, cache, no_cache))

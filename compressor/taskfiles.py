@@ -11,7 +11,9 @@ import importlib.util
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +140,10 @@ class Catalogue:
         found = self.matching(name)
         if not found and self.broken:  # it may stand in the file that cannot be read
             raise self.broken[0]
-        if not found:
-            self.add(list(self.mentioned(name)), packaged=True)
-            found = self.matching(name)
+        for files in (self.named, self.mentioned):  # a file of that name is the quick way
+            if not found:
+                self.add(list(files(name)), packaged=True)
+                found = self.matching(name)
         return found
 
     def matching(self, name: str) -> list[tuple[Path, Config]]:
@@ -152,20 +155,22 @@ class Catalogue:
             (f, c) for f, c in self.files.items() if name in as_list(c.get("tag")) and isinstance(c.get("task"), str)
         ]
 
-    @staticmethod
-    def mentioned(name: str) -> Iterator[Path]:
-        folder, word = packaged_tasks(), name.encode()
-        for file in sorted(folder.rglob("*.yaml")) if folder else []:
-            if word in file.read_bytes():
-                yield file
+    @cached_property
+    def packaged(self) -> list[Path]:
+        folder = packaged_tasks()
+        return sorted(folder.rglob("*.yaml")) if folder else []
+
+    def named(self, name: str) -> Iterator[Path]:
+        return (file for file in self.packaged if file.stem == name)
+
+    def mentioned(self, name: str) -> Iterator[Path]:
+        return (file for file in self.packaged if name.encode() in file.read_bytes())
 
     def unknown(self, name: str) -> InputError:
         names = [
             str(c.get(key)) for c in self.files.values() for key in ("task", "group") if isinstance(c.get(key), str)
         ]
-        folder = packaged_tasks()
-        if folder:
-            names += [file.stem for file in folder.rglob("*.yaml")]
+        names += [file.stem for file in self.packaged]
         close = difflib.get_close_matches(name, sorted(set(names)), n=3)
         hint = f"did you mean {', '.join(close)}?" if close else TASK_ALTERNATIVES
         return InputError(f"there is no task {name!r}; {hint}")
@@ -246,6 +251,22 @@ def refuse_unusable(tasks: list[TaskFile], trust_remote_code: bool) -> None:
         raise InputError(
             f"task {task.name} needs the data set {path}, which is not in the local cache, and the Hugging Face Hub "
             f"cannot be reached ({offline}); {TASK_ALTERNATIVES}"
+        )
+
+
+def refuse_early(
+    names: list[str] | None, paths: list[str] | None, recipe: Path | None, trust_remote_code: bool
+) -> None:
+    """Refuse the tasks of options, else of a recipe; what else is wrong with the recipe is told when it is read."""
+    recorded: Any = {}
+    with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
+        recorded = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe else {}
+    recorded = recorded if isinstance(recorded, dict) else {}
+    asked, folders = as_list(names or recorded.get("tasks")), as_list(paths or recorded.get("task_path"))
+    words = [part.strip() for word in asked if isinstance(word, str) for part in word.split(",")]
+    if any(words):
+        refuse_unusable(
+            find_tasks([w for w in words if w], [f for f in folders if isinstance(f, str)]), trust_remote_code
         )
 
 
