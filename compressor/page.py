@@ -115,7 +115,8 @@ COLUMNS = {
     "tasks": "task, words, name; metric, words; source; compressed; drop, signed; 95 % interval, interval, drop_ci95;"
     "documents; changed; budget, signed, max_drop; result, result, passed",
     "talk": "measure, words, name; source; compressed; 95 % interval of the rise, interval, rise_ci95",
-    "bands": "band, words; tokens; source, num, baseline; compressed; Δ, signed, delta; share of rise, percent, share",
+    "bands": "band, words; tokens; source, num, baseline; compressed; Δ, signed, delta; nats per token, signed, nats;"
+    "share of rise, percent, share",
     "blocks": "block, words, index; R²_lin, num, r2_lin; stream R², num, r2_stream; verdict, judged, *;"
     "replacement, replaced; parameters, size, *",
     "facts": "what, words, name; value, words",
@@ -222,8 +223,11 @@ def hurts(report: Record) -> Html:
 
 
 def bands(title: str, found: Sequence[Record]) -> Html:
-    """Horizontal bars, their table beneath. Places are percentages and letters keep their size at every width."""
-    sizes = [d if is_number(d := band.get("delta")) and math.isfinite(d) else 0.0 for band in found]
+    """Horizontal bars, their table beneath. Places are percentages and letters keep their size at every width.
+
+    Bars are nats per token: the perplexity of rare tokens is in the millions, and would leave no bar to the others.
+    """
+    sizes = [d if is_number(d := band.get("nats")) and math.isfinite(d) else 0.0 for band in found]
     low, height = min(0.0, *sizes), 42 * len(found)
     unit = 100 / ((max(0.0, *sizes) - low) or 1.0)
     told = "; ".join(f"{band.get('band')} {num(band.get('delta'), '+')}" for band in found)

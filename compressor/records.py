@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -224,7 +225,10 @@ def describe_talk(found: Talk, prompts: Sequence[Tensor]) -> dict[str, Any]:
 
 def describe_hurt(found: Hurt) -> dict[str, Any]:
     def rows(bands: list[Band]) -> list[dict[str, Any]]:
-        return [{**asdict(band), "delta": band.compressed - band.baseline} for band in bands]
+        return [
+            {**asdict(b), "delta": b.compressed - b.baseline, "nats": math.log(b.compressed / b.baseline)}
+            for b in bands
+        ]
 
     windows = [
         {**asdict(window), "worst": [{"token": token, "nats": nats} for token, nats in window.worst]}

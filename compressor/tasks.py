@@ -112,7 +112,7 @@ def open_task(file: TaskFile, limit: int | None, offline: str | None) -> Task:
         asked=file.asked.removesuffix(f":{file.metric}"),
         metric=chosen,
         metrics=tuple(metrics),
-        better=1 if body.higher_is_better().get(chosen, True) else -1,
+        better=-1 if body.higher_is_better().get(chosen) is False else 1,  # None: lm-eval does not know
         documents=len(documents),
         sha256=hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest(),
         source=", ".join(str(f) for split in local.values() for f in split) if local else dataset,

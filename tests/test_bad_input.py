@@ -14,6 +14,7 @@ import huggingface_hub
 import pytest
 import torch
 from conftest import SMALL, Compress, sentences
+from localtasks import write_lines, write_task, write_yaml
 from safetensors.torch import load_file, save_file
 
 WEIGHTS = "model.safetensors"
@@ -530,3 +531,119 @@ def test_unusable_source(refused: Refused, compressed: Path) -> None:
 @pytest.mark.parametrize("value", ["-1", "nan", "much"])
 def test_check_with_an_unusable_budget(refused: Refused, compressed: Path, value: str) -> None:
     assert "--max-dppl must be" in refused("check", compressed, f"--max-dppl={value}")
+
+
+# The tasks
+
+
+@pytest.fixture
+def tasked(
+    whole: Refused, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Refused:
+    """The whole job with a sound task `mine` in `tasks`, which a test may spoil."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+    write_task(tmp_path / "tasks", "mine")
+
+    def run(*arguments: str | Path, tasks: str = "mine") -> str:
+        return whole("--tasks", tasks, "--task-path", tmp_path / "tasks", *arguments)
+
+    return run
+
+
+def test_unknown_task(tasked: Refused, refused: Refused, compressed: Path, tmp_path: Path) -> None:
+    assert "there is no task 'mien'; did you mean " in tasked(tasks="mien")
+    assert "there is no task 'nothing_like_it'" in tasked(tasks="mine,nothing_like_it")
+    assert "task mine has no metric 'f1' (those that can be compared: acc)" in tasked(tasks="mine:f1")
+    message = refused("check", compressed, "--tasks", "mien", "--task-path", tmp_path / "tasks")
+    assert "there is no task 'mien'; did you mean " in message
+
+
+def test_malformed_task(tasked: Refused, tmp_path: Path) -> None:
+    file = tmp_path / "tasks" / "mine.yaml"
+    file.write_text("task: mine\noutput_type: [multiple_choice\ndoc_to_text: x\n", encoding="utf-8")
+    assert f"task file {file} is not valid YAML (line 3)" in tasked()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"output_type": "guess"}, "cannot be loaded: Got invalid output_type 'guess'"),
+        ({"validation_split": "nowhere"}, "cannot be loaded"),
+        ({"doc_to_text": "{{ nothing }}"}, "cannot be loaded: 'nothing' is undefined"),
+        ({"doc_to_text": "{{ ''.__class__ }}"}, "cannot be loaded: access to attribute '__class__'"),
+        ({"dataset_path": "pandas"}, "has dataset_path 'pandas'"),
+        ({"dataset_kwargs": {"data_files": {"validation": "nowhere.jsonl"}}}, "nowhere.jsonl does not exist"),
+    ],
+)
+def test_unusable_task(tasked: Refused, tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+    write_task(tmp_path / "tasks", "mine", **settings)
+    message = tasked()
+    assert "task mine" in message
+    assert says in message
+
+
+def test_task_with_code(tasked: Refused, tmp_path: Path) -> None:
+    with (tmp_path / "tasks" / "mine.yaml").open("a", encoding="utf-8") as handle:
+        handle.write("process_docs: !function utils.touch\n")
+    code = f"open({str(tmp_path / 'marker')!r}, 'w')\n"
+    (tmp_path / "tasks" / "utils.py").write_text(code, encoding="utf-8")
+    assert "runs Python code (utils.touch); pass --trust-remote-code to allow it" in tasked()
+
+
+def test_broken_task_data(tasked: Refused, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "tasks" / "mine.jsonl", [{"question": "a"}] * 3)
+    file.write_text(file.read_text(encoding="utf-8") + '{"question": \n', encoding="utf-8")
+    assert f"task mine: data file {file} is broken in line 4" in tasked()
+    file.write_text("", encoding="utf-8")
+    assert f"task mine: data file {file} has no documents" in tasked()
+    file.unlink()
+    assert "mine.jsonl does not exist" in tasked()
+
+
+def test_task_path_is_none(whole: Refused, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for name, says in (("nowhere", "is not a directory"), ("file", "is not a directory"), ("empty", "holds no .yaml")):
+        assert f"{tmp_path / name} {says}" in whole("--tasks", "mine", "--task-path", tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--task-limit", "0", "task_limit"),
+        ("--task-limit", "-3", "task_limit"),
+        ("--task-limit", "all", "--task-limit"),
+        ("--max-task-drop", "-0.01", "--max-task-drop must be between 0 and 1, got -0.01"),
+        ("--max-task-drop", "1.5", "--max-task-drop must be between 0 and 1, got 1.5"),
+        ("--max-task-drop", "nan", "--max-task-drop must be between 0 and 1, got nan"),
+        ("--max-task-drop", "mine=-1%", "--max-task-drop must be between 0 and 1, got -1%"),
+        ("--max-task-drop", "little", "--max-task-drop must be a number, got 'little'"),
+        ("--max-task-drop", "mine=", "--max-task-drop must be a number, got ''"),
+        ("--max-task-drop", "other=0.1", "--max-task-drop other=0.1: there is no task 'other' (known: mine)"),
+    ],
+)
+def test_unusable_task_value(tasked: Refused, option: str, value: str, says: str) -> None:
+    assert says in tasked(f"{option}={value}")
+
+
+def test_task_drop_is_given_twice(tasked: Refused) -> None:
+    assert "--max-task-drop is given twice; give it once" in tasked("--max-task-drop=0.1", "--max-task-drop=0.2")
+    twice = ["--max-task-drop=mine=0.1", "--max-task-drop=mine=0.2"]
+    assert "--max-task-drop is given twice for task mine; give it once" in tasked(*twice)
+
+
+def test_task_drop_without_tasks(whole: Refused) -> None:
+    assert "--max-task-drop is given, but no --tasks; name them" in whole("--max-task-drop", "0.01")
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("name", ["lambada_openai", "mine"])
+def test_hub_task_without_network(whole: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    write_yaml(tmp_path / "tasks" / "mine.yaml", task="mine", dataset_path="someone/questions")
+    start = time.monotonic()
+    message = whole("--tasks", name, "--task-path", tmp_path / "tasks")
+    assert time.monotonic() - start < 10
+    dataset = "EleutherAI/lambada_openai" if name == "lambada_openai" else "someone/questions"
+    assert f"task {name} needs the data set {dataset}, which is not in the local cache" in message
+    assert "use --task-path DIR with a YAML on a local JSONL file" in message

@@ -356,20 +356,17 @@ def test_a_changed_config_is_measured_again(check: Compress, compressed: Path, t
     assert measured_before(done) == ["source text", "source writes"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kept"),
-    [
-        (["--dtype", "bfloat16"], []),
-        (["--batch-size", "3"], []),  # the same sums in another order
-        (["--verify-tokens", "1984"], STEPS),  # 62 windows of 32 either way
-        (["--verify-tokens", "1000"], []),
-        (["--generate", "5"], ["source text", "compressed text"]),
-        (["--generate", "0"], ["source text", "compressed text"]),
-    ],
-)
-def test_other_options_are_measured_again(check: Compress, arguments: list[str], kept: list[str]) -> None:
+def test_other_options_are_measured_again(check: Compress) -> None:
     check()
-    assert measured_before(check("--max-dppl", "50%", *arguments)) == kept
+    for arguments, kept in [
+        (["--verify-tokens", "1984"], STEPS),  # 62 windows of 32 either way
+        (["--generate", "0"], ["source text", "compressed text"]),
+        (["--generate", "5"], ["source text", "compressed text"]),
+        (["--verify-tokens", "1000"], []),
+        (["--batch-size", "3"], []),  # the same sums in another order
+        (["--dtype", "bfloat16"], []),
+    ]:
+        assert measured_before(check("--max-dppl", "50%", *arguments)) == kept, arguments
 
 
 def test_damage_is_told_by_the_command(check: Compress, tmp_path: Path) -> None:

@@ -14,7 +14,10 @@ from compressor.dissecting import WORST_WINDOWS, Band, bands, dissect, frequency
 from compressor.evaluating import Losses
 from compressor.text import Split, Text
 
-RARE, FREQUENT, UNSEEN = "most frequent beyond 1,000", "most frequent 1–10", "not in the calibration text"
+FREQUENT, NEXT, LATER, RARE, UNSEEN = (
+    *("rank 1–10", "rank 11–100", "rank 101–1,000", "rank beyond 1,000"),
+    "not in the calibration text",
+)
 
 
 def split(windows: Tensor) -> Split:
@@ -66,7 +69,7 @@ def test_bands_partition_the_predicted_tokens(text: Text) -> None:
 
 def test_every_frequency_band_is_there() -> None:
     found = [name for name, mask in frequency_bands(skewed_text()) if mask.any()]
-    assert found == [FREQUENT, "most frequent 11–100", "most frequent 101–1,000", RARE, UNSEEN]
+    assert found == [FREQUENT, NEXT, LATER, RARE, UNSEEN]
 
 
 def test_frequency_is_that_of_calibration_and_selection() -> None:
@@ -79,7 +82,7 @@ def test_frequency_is_that_of_calibration_and_selection() -> None:
     text = Text(split(calibration), split(selection), split(verification))
     masks = dict(frequency_bands(text))
     assert masks[FREQUENT].tolist() == [[True, True, True], [False, False, False], [False, True, True]]
-    assert masks["most frequent 11–100"].tolist() == [[False] * 3, [True, True, False], [False] * 3]
+    assert masks[NEXT].tolist() == [[False] * 3, [True, True, False], [False] * 3]
     assert masks[UNSEEN].tolist() == [[False] * 3, [False, False, True], [True, False, False]]
     assert not masks[RARE].any()
 

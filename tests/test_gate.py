@@ -21,11 +21,13 @@ import pytest
 import torch
 import yaml
 from conftest import SMALL, Compress, Outcome, sentences
+from localtasks import write_task
 from safetensors.torch import load_file, save_file
 from zoo import TEXT
 
 from compressor import checking
 from compressor.announcing import junit, summary
+from compressor.baseline import BaselineFile, compare_with
 
 ROOT = Path(__file__).parent.parent
 WEIGHTS = "model.safetensors"
@@ -49,35 +51,17 @@ def own_datasets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def write_task(folder: Path, name: str = TASK, documents: int = 24) -> Path:
-    """A multiple-choice task on local data."""
+def documents(count: int = 24) -> list[dict[str, Any]]:
     rng, words = random.Random(0), TEXT.split()
-    folder.mkdir()
-    rows = [
-        {"context": " ".join(rng.choices(words, k=5)), "choices": [f" {w}" for w in rng.sample(words, 4)], "label": 2}
-        for _ in range(documents)
+    return [
+        {"question": " ".join(rng.choices(words, k=5)), "choices": rng.sample(words, 4), "label": 2}
+        for _ in range(count)
     ]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    task = {
-        "task": name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"validation": "data.jsonl"}},
-        "validation_split": "validation",
-        "output_type": "multiple_choice",
-        "num_fewshot": 0,
-        "doc_to_text": "{{context}}",
-        "doc_to_choice": "choices",
-        "doc_to_target": "label",
-        "target_delimiter": "",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
-    (folder / "task.yaml").write_text(yaml.safe_dump(task, allow_unicode=False), encoding="utf-8")
-    return folder
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_task(tmp_path_factory.mktemp("tasks") / "tiny")
+    return write_task(tmp_path_factory.mktemp("tasks"), TASK, documents()).parent
 
 
 Check = Callable[..., Outcome]
@@ -150,15 +134,14 @@ def test_an_option_overrides_the_recorded_budget(check: Check) -> None:
 def test_a_failing_check_is_named(check: Check) -> None:
     done = check("--max-dppl", "0.0001", code=1)
     assert done.out.endswith("FAILED: perplexity text\n")
-    assert re.search(r"(?m)^perplexity text +\+\d+\.\d{4} +\+0\.0001 +FAILED ", done.out)
+    assert re.search(r"(?m)^perplexity text .* FAILED *$", done.out)
 
 
 def test_a_task_can_fail_alone(check: Check, compressed: Path, tmp_path: Path) -> None:
     """Its score is promised, and the interval of the fall counts: without a limit it is only reported."""
     worse = changed_copy(compressed, tmp_path / "worse", -1.0)
-    limited = ["--max-task-drop", "0.01", *GENEROUS, "--max-dppl", "1e6"]
-    assert failed(report_of(check(*GENEROUS, "--json", "--max-task-drop", "1"))) == []
-    report = report_of(check("--max-dppl", "1e9", *limited[:2], "--json", directory=worse, code=1))
+    assert failed(report_of(check("--max-task-drop", "1", "--json"))) == []
+    report = report_of(check("--max-dppl", "1e9", "--max-task-drop", "0.01", "--json", directory=worse, code=1))
     assert failed(report) == [f"task {TASK}"]
     found = report["tasks"][TASK]
     assert found["max_drop"] == 0.01
@@ -233,7 +216,7 @@ def test_two_processes_measure_the_same(check: Check, compressed: Path, models: 
 # Several texts
 
 
-CODE_WORDS = "&l|v: all:vr|j B?v:l&|R V^r:se|l".split()  # of tokens that the tiny model's blocks matter to
+CODE_WORDS = ["&l|v:", "all:vr|j", "B?v:l&|R", "V^r:se|l"]  # of tokens that the tiny model's blocks matter to
 
 
 @pytest.fixture(scope="module")
@@ -433,10 +416,10 @@ def test_worse_weights_inside_the_budget_are_caught(
     worse = changed_copy(compressed, tmp_path / "worse", 1.1)
     check(*GENEROUS, directory=worse)  # the budget alone lets it pass
     done = check(*GENEROUS, "--baseline", baseline(), directory=worse, code=1)
-    assert "FAILED: baseline perplexity text compressed" in done.out
+    (verdict,) = re.findall(r"(?m)^FAILED: (.*)", done.out)
+    assert "baseline perplexity text compressed" in verdict
+    assert "source" not in verdict
     assert "warning: the compressed weights are not those of the baseline" in done.out
-    report = report_of(check(*GENEROUS, "--baseline", baseline(), "--json", directory=worse, code=1))
-    assert {"baseline perplexity text source", f"baseline task {TASK} acc source"}.isdisjoint(failed(report))
 
 
 def test_a_worse_source_is_caught(check: Check, baseline: Baseline, models: Path, tmp_path: Path) -> None:
@@ -485,10 +468,10 @@ def test_another_tokenizer_is_caught(
 def test_changed_documents_are_caught(check: Check, baseline: Baseline, tasks: Path, tmp_path: Path) -> None:
     """One word of one document; and a task of the same name on fewer documents."""
     other = Path(shutil.copytree(tasks, tmp_path / "other"))
-    data = other / "data.jsonl"
+    data = other / f"{TASK}.jsonl"
     first, rest = data.read_text(encoding="utf-8").split("\n", 1)
     row = json.loads(first)
-    data.write_text(json.dumps({**row, "context": row["context"] + " sea"}) + "\n" + rest, encoding="utf-8")
+    data.write_text(json.dumps({**row, "question": row["question"] + " sea"}) + "\n" + rest, encoding="utf-8")
     caught = [f"baseline task {TASK} acc source", f"baseline task {TASK} acc compressed"]
     report = report_of(check("--baseline", baseline(), "--json", task=other, code=1))
     assert failed(report) == caught
@@ -527,43 +510,55 @@ def scale(name: str, factor: float = 1.0, more: float = 0.0) -> Edit:
     return edit
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [scale(FIGURES[0], 1.2), scale(FIGURES[1], 3), scale(FIGURES[2], more=-0.2), scale(FIGURES[4], more=-0.2)],
-    ids=["source", "compressed", "task", "agreement"],
-)
-def test_figures_that_improved_pass(check: Check, baseline: Baseline, edit: Edit) -> None:
+def behind(kept: dict[str, Any], edit: Edit, tolerance: float) -> list[str]:
+    """The figures that are behind those of a baseline that was changed."""
+    value = json.loads(json.dumps(kept))
+    edit(value)
+    checks, _ = compare_with(BaselineFile.model_validate(value), kept, tolerance)
+    assert len(checks) == len(FIGURES)
+    return [check.name.removeprefix("baseline ") for check in checks if not check.passed]
+
+
+def test_figures_that_improved_pass(check: Check, baseline: Baseline, kept: dict[str, Any]) -> None:
+    def edit(value: dict[str, Any]) -> None:
+        for name in FIGURES:
+            scale(name, 2)(value) if name.startswith("perplexity") else scale(name, more=-0.2)(value)
+
+    assert behind(kept, edit, 0) == []
     check("--baseline", baseline(edit), "--tolerance", "0")
 
 
-@pytest.mark.parametrize(
-    ("name", "edit"),
-    [
-        (FIGURES[0], scale(FIGURES[0], 1 / 1.01)),
-        (FIGURES[1], scale(FIGURES[1], 1 / 1.01)),
-        (FIGURES[2], scale(FIGURES[2], more=0.01)),
-        (FIGURES[3], scale(FIGURES[3], more=0.01)),
-        (FIGURES[4], scale(FIGURES[4], more=0.01)),
-    ],
-)
-def test_tolerance_is_a_share_of_a_perplexity_and_points_of_a_score(
-    check: Check, baseline: Baseline, name: str, edit: Edit
-) -> None:
-    """Every figure is one percent behind: too much for 0.5 %, and for 0.9 %, but not for 1.1 %."""
-    file = baseline(edit)
-    assert failed(report_of(check("--baseline", file, "--json", code=1))) == [f"baseline {name}"]
-    check("--baseline", file, "--tolerance", "0.009", code=1)
-    check("--baseline", file, "--tolerance", "0.011")
+def test_tolerance_is_a_share_of_a_perplexity(kept: dict[str, Any]) -> None:
+    """One percent behind."""
+    for name in FIGURES[:2]:
+        edit = scale(name, 1 / 1.01)
+        assert [behind(kept, edit, limit) for limit in (0, 0.009, 0.011)] == [[name], [name], []]
 
 
-def test_a_task_of_which_less_is_better(check: Check, baseline: Baseline) -> None:
+def test_tolerance_is_a_difference_of_scores(kept: dict[str, Any]) -> None:
+    """Eight points behind. One document of the task's 24 may always flip, with the arithmetic of another machine."""
+    for name in FIGURES[2:]:
+        edit = scale(name, more=0.08)
+        assert [behind(kept, edit, limit) for limit in (0, 0.075, 0.085)] == [[name], [name], []]
+    assert behind(kept, scale(FIGURES[3], more=1 / 24), 0) == []
+    assert behind(kept, scale(FIGURES[3], more=2 / 24), 0) == [FIGURES[3]]
+
+
+def test_a_score_of_which_less_is_better(kept: dict[str, Any]) -> None:
     """`better` decides which way is behind, not the kind of figure."""
 
-    def edit(value: dict[str, Any]) -> None:
-        value["figures"][FIGURES[2]]["better"] = -1
-        scale(FIGURES[2], 0.5)(value)
+    def less(more: float) -> Edit:
+        return lambda value: (value["figures"][FIGURES[2]].update(better=-1), scale(FIGURES[2], more=more)(value))[1]
 
-    assert failed(report_of(check("--baseline", baseline(edit), "--json", code=1))) == [f"baseline {FIGURES[2]}"]
+    assert behind(kept, less(-0.1), 0.005) == [FIGURES[2]]
+    assert behind(kept, less(+0.1), 0.005) == []
+
+
+def test_tolerance_of_the_command(check: Check, baseline: Baseline) -> None:
+    """One percent behind is too much for the default of 0.5 %."""
+    file = baseline(scale(FIGURES[1], 1 / 1.01))
+    assert failed(report_of(check("--baseline", file, "--json", code=1))) == [f"baseline {FIGURES[1]}"]
+    check("--baseline", file, "--tolerance", "0.011")
 
 
 def test_a_baseline_of_another_model_is_refused(check: Check, baseline: Baseline, models: Path, tmp_path: Path) -> None:
@@ -689,7 +684,7 @@ def test_hostile_names_through_the_command(
 ) -> None:
     """A directory and a task that would break out of XML, HTML and a Markdown table."""
     name = 'a<b>&"|\x01x'
-    folder = write_task(tmp_path / "tasks", name)
+    folder = write_task(tmp_path / "tasks", TASK, documents(), task=name).parent
     directory = Path(shutil.copytree(compressed, tmp_path / "<i>&\x07|\n# x"))
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
     done = compress(
@@ -755,17 +750,19 @@ def test_a_summary_that_cannot_be_written(check: Check, tmp_path: Path, monkeypa
     check()
 
 
+def letters(text: str) -> str:
+    return re.sub("[^A-Za-z]", "", text)
+
+
 def test_the_report_shows_continuations_and_the_worst_window(check: Check, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     report = report_of(check("--report", file, "--json"))
-    html = file.read_text(encoding="utf-8")
-    shown = " ".join(unescape(re.sub("<[^>]*>", "", html)).split())
-    sample = report["generation"]["samples"][0]
+    shown = letters(unescape(re.sub("<[^>]*>", "", file.read_text(encoding="utf-8"))))
+    sample = max(report["generation"]["samples"], key=lambda sample: len(letters(sample["source"])))
     excerpt = report["where"]["windows"][0]["excerpt"]
     for words in (sample["prompt"], sample["source"], sample["compressed"], excerpt):
-        plain = " ".join(words.split())
-        assert len(plain) > 8
-        assert plain in shown
+        assert len(letters(words)) > 4
+        assert letters(words) in shown
 
 
 # The GitHub action

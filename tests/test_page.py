@@ -55,7 +55,7 @@ def full() -> dict[str, Any]:
         **{"delta_upper": 0.9734, "tokens": 16320, "seq_len": 256},
     }
     split = {"source": "/secret/place/book.txt", "sha256": "ab" * 32, "tokens": 24576}
-    band = {"tokens": 4000, "baseline": 5.1, "compressed": 5.2, "delta": 0.1, "share": 0.12}
+    band = {"tokens": 4000, "baseline": 5.1, "compressed": 5.2, "delta": 0.1, "nats": 0.02, "share": 0.12}
     block = {"r2_lin": 0.97, "r2_lin_ci95": [0.96, 0.98], "r2_stream": 0.9, "params_before": 295872}
     keep, low = {"kind": "keep", "rank": None, "neurons": None}, {"kind": "lowrank", "rank": 36, "neurons": 0}
     sample = {"prompt": "Once upon", "source": " a time there was", "compressed": " a time it rained"}
@@ -82,7 +82,10 @@ def full() -> dict[str, Any]:
             "samples": [{**sample, "agreement": 0.9, "first_difference": 2}] * 5,
         },
         "where": {
-            "frequency": [{**band, "band": "1–10"}, {**band, "band": "11–100", "delta": -0.05, "share": -0.06}],
+            "frequency": [
+                {**band, "band": "1–10"},
+                {**band, "band": "11–100", "delta": -0.05, "nats": -0.01, "share": -0.06},
+            ],
             "position": [{**band, "band": "1"}],
             "windows": [
                 {"text_name": "text", "window": 17, "baseline": 30.1, "compressed": 33.0, "nats": 12.1}
