@@ -85,8 +85,11 @@ def budgets_of(words: Iterable[str], texts: Iterable[str], confidence: float) ->
     return {name: Budget.parse(given.get(name, given.get(None, "")), confidence) for name in texts}
 
 
-def drops_of(words: Iterable[str], asked: Mapping[str, str]) -> dict[str, float | None]:
-    """The largest drop of every task (None: only reported). `asked` maps a task to the name the user gave for it."""
-    given = by_name("--max-task-drop", words, [*asked, *asked.values()], "task")
-    found = {task: given.get(task, given.get(name, given.get(None))) for task, name in asked.items()}
+def drops_of(words: Iterable[str], aliases: Mapping[str, Iterable[str]]) -> dict[str, float | None]:
+    """The largest drop of every task (None: only reported). `aliases`: what else the user may call a task."""
+    known = {task: [task, *names] for task, names in aliases.items()}
+    given = by_name("--max-task-drop", words, [name for names in known.values() for name in names], "task")
+    found = {
+        task: next((given[name] for name in [*names, None] if name in given), None) for task, names in known.items()
+    }
     return {task: None if word is None else parse_drop(word) for task, word in found.items()}

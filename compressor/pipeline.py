@@ -133,7 +133,7 @@ def name_tasks(recipe: Recipe, trust_remote_code: bool) -> tuple[list[Task], Rec
     if recipe.max_task_drop and not names:
         raise InputError("--max-task-drop is given, but no --tasks; name them, such as --tasks lambada_openai,piqa")
     tasks = open_tasks(names, paths, recipe.task_limit, trust_remote_code) if names else []
-    drops_of(recipe.max_task_drop or [], {task.name: task.asked for task in tasks})  # a wrong name is refused here
+    drops_of(recipe.max_task_drop or [], {task.name: task.aliases for task in tasks})  # a wrong name is refused here
     return tasks, recipe.model_copy(update={"tasks": names, "task_path": paths or None})
 
 
@@ -151,7 +151,7 @@ def make_evaluator(
         tokenizer,
         recipe.budgets(text.counts),
         tasks=tasks,
-        limits=drops_of(recipe.max_task_drop or [], {task.name: task.asked for task in tasks}),
+        limits=drops_of(recipe.max_task_drop or [], {task.name: task.aliases for task in tasks}),
         prompts=prompts,
         tokens=tokens,
         confidence=recipe.confidence,

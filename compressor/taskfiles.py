@@ -10,6 +10,7 @@ import difflib
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ BUILT_IN = Path(__file__).parent / "demo" / "tasks"
 BUILT_IN_TASK = "demo_last_word"
 LOCAL_FORMATS = {"json": (".json", ".jsonl"), "csv": (".csv",), "parquet": (".parquet",), "text": (".txt",)}
 TASK_ALTERNATIVES = f"use --task-path DIR with a YAML on a local JSONL file, or the built-in {BUILT_IN_TASK}"
+GROUP_KEYS = {"group", "group_alias", "task", "tag", "aggregate_metric_list", "metadata"}  # the rest is for its tasks
 Config = dict[str, Any]
 
 
@@ -71,11 +73,7 @@ class Loader(yaml.SafeLoader):
     """Plain values, and code as text."""
 
 
-def keep_code(loader: Loader, node: yaml.ScalarNode) -> Code:
-    return Code(loader.construct_scalar(node))
-
-
-Loader.add_constructor("!function", keep_code)
+Loader.add_constructor("!function", lambda _, node: Code(node.value))
 
 
 def packaged_tasks() -> Path | None:
@@ -144,6 +142,10 @@ class Catalogue:
             if not found:
                 self.add(list(files(name)), packaged=True)
                 found = self.matching(name)
+        if len(found) != 1 or found[0][1].get("task") != name:  # a tag or group: files beside it may include its own
+            for folder in {file.parent for file, _ in found}:
+                self.add(sorted(folder.rglob("*.yaml")), packaged=True)
+            found = self.matching(name)
         return found
 
     def matching(self, name: str) -> list[tuple[Path, Config]]:
@@ -164,7 +166,8 @@ class Catalogue:
         return (file for file in self.packaged if file.stem == name)
 
     def mentioned(self, name: str) -> Iterator[Path]:
-        return (file for file in self.packaged if name.encode() in file.read_bytes())
+        word = re.compile(rb"(?<![\w-])" + re.escape(name.encode()) + rb"(?![\w-])")
+        return (file for file in self.packaged if word.search(file.read_bytes()))
 
     def unknown(self, name: str) -> InputError:
         names = [
@@ -204,13 +207,15 @@ def expand(
         if isinstance(members, str):
             yield TaskFile(members, asked, metric, file, config | overrides, overrides)
             continue
-        catalogue.add(sorted(file.parent.rglob("*.yaml")), packaged=True)  # a group's members are mostly beside it
+        shared = {key: value for key, value in config.items() if key not in GROUP_KEYS}
+        if next(code_in(shared), None) is not None:
+            raise InputError(f"group {name!r} in {file} gives its tasks Python code; name the tasks themselves")
         for member in as_list(members):
             own = {key: value for key, value in member.items() if key != "task"} if isinstance(member, dict) else {}
             child = member.get("task") if isinstance(member, dict) else member
             if not isinstance(child, str):
                 raise InputError(f"group {name!r} in {file} has a member that is not the name of a task: {member!r}")
-            yield from expand(catalogue, child, asked, metric, overrides | own, (*inside, name))
+            yield from expand(catalogue, child, asked, metric, shared | overrides | own, (*inside, name))
 
 
 def refuse_unusable(tasks: list[TaskFile], trust_remote_code: bool) -> None:

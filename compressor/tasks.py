@@ -23,6 +23,7 @@ from torch import Tensor
 from compressor.errors import InputError
 from compressor.evaluating import interval_of, logits_batch, resampled_means
 from compressor.hub import reason_of, why_unreachable
+from compressor.models import quiet
 from compressor.progress import Progress
 from compressor.taskfiles import TASK_ALTERNATIVES, TaskFile, find_tasks, refuse_unusable
 from compressor.text import cache_only
@@ -38,7 +39,7 @@ class Task:
     """A task that is ready to run on its first `documents` documents."""
 
     name: str
-    asked: str  # what the user called it
+    aliases: tuple[str, ...]  # what the user called it, with and without the metric
     metric: str  # the one that budgets are held against
     metrics: tuple[str, ...]
     better: int  # +1 when more of the metric is better, else −1
@@ -71,10 +72,10 @@ def open_tasks(names: Sequence[str], paths: Sequence[str], limit: int | None, tr
     files = find_tasks(list(names), list(paths))
     refuse_unusable(files, trust_remote_code)
     offline = why_unreachable() if any(file.data_files is None for file in files) else None
-    return [open_task(file, limit, offline) for file in files]
+    return [open_task(file, limit, offline, trust_remote_code or file.packaged) for file in files]
 
 
-def open_task(file: TaskFile, limit: int | None, offline: str | None) -> Task:
+def open_task(file: TaskFile, limit: int | None, offline: str | None, trusted: bool) -> Task:
     local = file.data_files
     dataset = str(file.config.get("dataset_path"))
     with silent(), cache_only(local is not None or offline is not None):
@@ -82,6 +83,8 @@ def open_task(file: TaskFile, limit: int | None, offline: str | None) -> Task:
         from lm_eval.tasks import TaskManager
         from lm_eval.tasks._yaml_loader import load_yaml
 
+        if not trusted:
+            refuse_foreign_metrics(file)
         try:
             config = load_yaml(file.file) | file.overrides | {"task": file.name}
             if local is not None:
@@ -109,7 +112,7 @@ def open_task(file: TaskFile, limit: int | None, offline: str | None) -> Task:
     described = {"config": file.config, "documents": documents, "fewshot": body.get_config("num_fewshot")}
     return Task(
         name=file.name,
-        asked=file.asked.removesuffix(f":{file.metric}"),
+        aliases=(file.asked, file.asked.removesuffix(f":{file.metric}")),
         metric=chosen,
         metrics=tuple(metrics),
         better=-1 if body.higher_is_better().get(chosen) is False else 1,  # None: lm-eval does not know
@@ -118,6 +121,20 @@ def open_task(file: TaskFile, limit: int | None, offline: str | None) -> Task:
         source=", ".join(str(f) for split in local.values() for f in split) if local else dataset,
         body=body,
     )
+
+
+def refuse_foreign_metrics(file: TaskFile) -> None:
+    """lm-eval looks for a metric that it does not have among scripts, here and on the Hub, and runs what it finds."""
+    from lm_eval.api.registry import METRIC_REGISTRY
+
+    metrics = file.config.get("metric_list") or []
+    for entry in metrics if isinstance(metrics, list) else [metrics]:
+        name = entry.get("metric") if isinstance(entry, dict) else entry
+        if name not in METRIC_REGISTRY or (isinstance(entry, dict) and entry.get("hf_evaluate")):
+            raise InputError(
+                f"task {file.name} ({file.file}) has the metric {name!r}, which is not one of lm-eval's own; correct "
+                "it, or pass --trust-remote-code to run the code of another"
+            )
 
 
 def task_key(task: Task, max_length: int) -> dict[str, Any]:
@@ -143,9 +160,11 @@ def score(
 ) -> Scores:
     """Every metric of every document (or of the documents `only`), by lm-eval's HFLM. The model is left as it was."""
     progress = progress or Progress()
-    size = logits_batch(model, longest(model), batch_size)
     with ExitStack() as stack:
         stack.enter_context(silent())
+        stack.enter_context(quiet())
+        if only is not None:
+            stack.enter_context(replaced(task.body, "build_all_requests", request_only(task, only)))
         stack.enter_context(replaced(model, "tie_weights", lambda *_, **__: None))
         from lm_eval import api, evaluator, utils
         from lm_eval.models import huggingface
@@ -160,7 +179,7 @@ def score(
                 pretrained=model,
                 tokenizer=copy.deepcopy(tokenizer),
                 backend="causal",
-                batch_size=size,
+                batch_size=logits_batch(model, longest_request(task, tokenizer, longest(model)), batch_size),
                 max_length=longest(model),
             )
             task.body.set_fewshot_seed(seed=FEWSHOT_SEED)
@@ -175,7 +194,10 @@ def score(
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise InputError(f"task {task.name} cannot be run: {type(error).__name__}: {reason_of(error)}") from error
+            reason = f"{type(error).__name__}: {reason_of(error)}"
+            if isinstance(error, AssertionError):
+                reason = f"a document's answer does not fit into the {longest(model)} tokens that the model can take"
+            raise InputError(f"task {task.name} cannot be run: {reason}") from error
     samples = results["samples"][task.name]
     first = samples[0]["filter"]
     rows = sorted((row for row in samples if row["filter"] == first), key=lambda row: int(row["doc_id"]))
@@ -183,6 +205,29 @@ def score(
     if task.metric not in names:
         raise InputError(f"task {task.name} gave no {task.metric} for its documents; it gave {', '.join(names)}")
     return {name: torch.tensor([float(row[name]) for row in rows], dtype=torch.float64) for name in names}
+
+
+def longest_request(task: Task, tokenizer: Any, most: int) -> int:
+    """Tokens of the longest request: what a batch of logits must have room for."""
+    task.body.set_fewshot_seed(seed=FEWSHOT_SEED)
+    task.body.build_all_requests(limit=task.documents, rank=0, world_size=1)
+    texts = sorted(("".join(map(str, i.args)) for i in task.body.instances), key=len, reverse=True)[:16]
+    return min(most, max(len(tokenizer(text, verbose=False)["input_ids"]) for text in texts))
+
+
+def request_only(task: Task, only: Sequence[int]) -> Any:
+    """Few-shot examples are drawn from document to document: all requests are built, then those wanted are kept."""
+    build = task.body.build_all_requests
+    place = {document: number for number, document in enumerate(only)}
+
+    def build_some(**options: Any) -> None:
+        build(**{**options, "limit": task.documents, "samples": None})
+        kept = [instance for instance in task.body.instances if instance.doc_id in place]
+        for instance in kept:
+            instance.doc_id = place[instance.doc_id]
+        task.body._instances = kept
+
+    return build_some
 
 
 def compare_scores(task: Task, before: Scores, after: Scores, confidence: float = 0.95, seed: int = 0) -> Drop:

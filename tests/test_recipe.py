@@ -124,7 +124,7 @@ def test_a_plain_budget_is_that_of_all_texts_without_their_own() -> None:
 
 
 def test_the_drop_of_a_task_its_group_or_all() -> None:
-    asked = {"blimp_a": "blimp", "blimp_b": "blimp", "piqa": "piqa", "boolq": "boolq"}
+    asked = {"blimp_a": ["blimp"], "blimp_b": ["blimp"], "piqa": ["piqa:acc_norm", "piqa"], "boolq": []}
     found = drops_of(["0.5", "blimp=0.1", "blimp_b=0.2", "piqa=3%"], asked)
     assert found == {"blimp_a": 0.1, "blimp_b": 0.2, "piqa": 0.03, "boolq": 0.5}
     assert drops_of([], asked) == dict.fromkeys(asked)

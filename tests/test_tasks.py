@@ -194,7 +194,7 @@ def test_members_of_a_group_are_changed_as_it_says(tmp_path: Path) -> None:
     write_task(tmp_path, "mine", questions(4), num_fewshot=0)
     (tmp_path / "group.yaml").write_text("group: all\ntask: [{task: mine, num_fewshot: 2}]\n", encoding="utf-8")
     (task,) = open_tasks(["all"], [str(tmp_path)], None, False)
-    assert (task.name, task.asked) == ("mine", "all")
+    assert (task.name, task.aliases) == ("mine", ("all", "all"))
     assert task.body.get_config("num_fewshot") == 2
     assert open_one(tmp_path).body.get_config("num_fewshot") == 0
 
@@ -478,7 +478,8 @@ def test_the_metric_that_was_asked_for(tmp_path: Path) -> None:
     write_task(tmp_path, "mine", questions(8), metric_list=[ACC, ACC_NORM])
     assert open_one(tmp_path).metric == "acc"
     task = open_one(tmp_path, "mine:acc_norm")
-    assert (task.name, task.asked, task.metric, task.metrics) == ("mine", "mine", "acc_norm", ("acc", "acc_norm"))
+    assert (task.name, task.metric, task.metrics) == ("mine", "acc_norm", ("acc", "acc_norm"))
+    assert task.aliases == ("mine:acc_norm", "mine")
     before = score(tiny_model("gpt2"), tiny_tokenizer(), task)
     after = {**before, "acc_norm": torch.zeros(8, dtype=torch.float64)}
     found = compare_scores(task, before, after)
@@ -621,3 +622,16 @@ def test_nothing_is_written_when_every_block_breaks_a_task(
     assert error.endswith("allowed 0.01, 36 documents); nothing written")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "tasks"]
     assert compress(*arguments, "--max-task-drop", "1").code == 0  # the same, with nothing to lose
+
+
+@pytest.mark.parametrize("hf_evaluate", [False, True])
+def test_a_metric_that_is_a_script_is_not_run(tmp_path: Path, hf_evaluate: bool) -> None:
+    """lm-eval would hand it to `evaluate`, which runs a script of that name."""
+    script = tmp_path / "evil.py"
+    script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n", encoding="utf-8")
+    extra = {"metric": str(script), "aggregation": "mean", "higher_is_better": True, "hf_evaluate": hf_evaluate}
+    means = {"metric": "acc", "aggregation": "mean", "higher_is_better": True}
+    write_task(tmp_path / "tasks", "mine", metric_list=[means, extra])
+    with pytest.raises(InputError, match="not one of lm-eval's own"):
+        open_tasks(["mine"], [str(tmp_path / "tasks")], None, False)
+    assert not (tmp_path / "ran").exists()
