@@ -27,7 +27,7 @@ class BaselineSource(Part):
 
 
 class Figure(Part):
-    value: float
+    value: float = Field(allow_inf_nan=False)
     better: int = Field(ge=-1, le=1)  # −1: less is better, and the tolerance is a share of the value
     of: str  # hash of the text or task that it was measured on
     slack: float = Field(default=0.0, ge=0)  # what one flipped document or word may cost, however small the tolerance
@@ -48,7 +48,8 @@ def baseline_of(report: Mapping[str, Any]) -> dict[str, Any]:
     figures: dict[str, dict[str, Any]] = {}
     for name, found in report["texts"].items():
         for model, key in (("source", "baseline"), ("compressed", "compressed")):
-            figures[f"perplexity {name} {model}"] = {"value": found[key], "better": -1, "of": found["sha256"]}
+            of = f"{found['sha256']} in windows of {found['seq_len']}"
+            figures[f"perplexity {name} {model}"] = {"value": found[key], "better": -1, "of": of}
     for name, found in report["tasks"].items():
         for model in ("source", "compressed"):
             better = 1 if found["higher_is_better"] else -1

@@ -196,7 +196,7 @@ def announce(report: dict[str, Any], now: dict[str, Any], gate: Gate) -> None:
         if gate.page is not None:
             gate.page.write_text(page(report), encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{error.filename} cannot be written: {error.strerror}") from error
+        raise InputError(f"{error.filename or 'what was found'} cannot be written: {error.strerror}") from error
     steps = os.environ.get("GITHUB_STEP_SUMMARY")
     if steps:
         append_summary(steps, report)

@@ -27,7 +27,7 @@ from zoo import TEXT
 
 from compressor import checking
 from compressor.announcing import junit, summary
-from compressor.baseline import BaselineFile, compare_with
+from compressor.baseline import BaselineFile, baseline_of, compare_with
 
 ROOT = Path(__file__).parent.parent
 WEIGHTS = "model.safetensors"
@@ -121,6 +121,23 @@ def test_the_recorded_budget_holds_by_default(check: Check, compressed: Path) ->
     (found,) = report["checks"]
     assert found["limit"] == pytest.approx(0.03 * record["perplexity"]["baseline"])
     assert found["measured"] == pytest.approx(record["perplexity"]["delta_upper"], rel=1e-6)
+
+
+def test_the_record_has_the_budget_too(compress: Compress, compressed: Path, corpus: Path, tmp_path: Path) -> None:
+    """Without its recipe; and a checkpoint that promises nothing is refused."""
+    copy = Path(shutil.copytree(compressed, tmp_path / "small"))
+    (copy / "recipe.yaml").unlink()
+    text = ["--text", corpus, "--seq-len", "32", "--verify-tokens", "2000", "--generate", "0"]
+    done = compress("check", copy, *text, "--json")
+    assert done.code in (0, 1), done.err  # other windows than it was made on
+    assert report_of(done)["budget"]["asked"] == "3%"
+    record = json.loads((copy / "compression.json").read_text(encoding="utf-8"))
+    for key in ("perplexity", "budget"):
+        del record[key]
+    (copy / "compression.json").write_text(json.dumps(record), encoding="utf-8")
+    done = compress("check", copy, *text)
+    assert done.code == 2
+    assert "the checkpoint records no budget; give one with --max-dppl 1.0" in done.errors[0]
 
 
 def test_an_option_overrides_the_recorded_budget(check: Check) -> None:
@@ -222,7 +239,7 @@ CODE_WORDS = ["&l|v:", "all:vr|j", "B?v:l&|R", "V^r:se|l"]  # of tokens that the
 @pytest.fixture(scope="module")
 def two_texts(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     code, rng = tmp_path_factory.mktemp("code") / "code.txt", random.Random(7)
-    code.write_text("".join("".join(rng.choices(CODE_WORDS, k=9)) + "\n" for _ in range(4000)), encoding="utf-8")
+    code.write_text("".join("".join(rng.choices(CODE_WORDS, k=9)) + "\n" for _ in range(1000)), encoding="utf-8")
     return ["--text", f"wiki={corpus}", "--text", f"code={code}"]
 
 
@@ -442,6 +459,14 @@ def test_another_text_is_caught(check: Check, baseline: Baseline, tmp_path: Path
     assert all("changed" in c["detail"] for c in report["checks"] if not c["passed"])
 
 
+def test_windows_of_another_length_are_caught(check: Check, kept: dict[str, Any]) -> None:
+    """The same tokens in shorter windows are another measurement."""
+    report = report_of(check("--json"))
+    report["texts"]["text"]["seq_len"] //= 2
+    checks, _ = compare_with(BaselineFile.model_validate(kept), baseline_of(report), 0.005)
+    assert [check.name for check in checks if not check.passed] == [f"baseline {name}" for name in FIGURES[:2]]
+
+
 def swap_tokens(directory: Path, one: str, other: str) -> None:
     """Two tokens of the vocabulary change places."""
     file = directory / "tokenizer.json"
@@ -562,11 +587,12 @@ def test_tolerance_of_the_command(check: Check, baseline: Baseline) -> None:
 
 
 def test_a_baseline_of_another_model_is_refused(check: Check, baseline: Baseline, models: Path, tmp_path: Path) -> None:
-    """Another family; the same family and size under another name. An update does not pass over it either."""
+    """Another family, whatever it is called; the same size under another name. An update does not pass over it."""
     file = baseline()
     other = changed_copy(models / "gpt2", tmp_path / "other", 1.01)
     before = file.read_bytes()
-    for source in (models / "llama", other):
+    renamed = Path(shutil.copytree(models / "llama", tmp_path / "llama" / "gpt2"))
+    for source in (models / "llama", renamed, other):
         for arguments in (["--baseline", file], ["--baseline", file, "--update-baseline"]):
             (error,) = check(*arguments, *GENEROUS, source=source, code=2).errors
             assert f"baseline {file} is of another model" in error
@@ -596,6 +622,7 @@ SPOILED: dict[str, Callable[[dict[str, Any]], bytes]] = {
     "no schema": lambda kept: json.dumps({k: v for k, v in kept.items() if k != "schema_version"}).encode(),
     "no figures": lambda kept: json.dumps({k: v for k, v in kept.items() if k != "figures"}).encode(),
     "a figure that is no number": lambda kept: whole(kept, figures={"x": {"value": "?", "better": 1, "of": ""}}),
+    "an infinite figure": lambda kept: whole(kept, figures={"x": {"value": float("inf"), "better": -1, "of": ""}}),
     "a figure without a value": lambda kept: whole(kept, figures={"x": {"value": None, "better": 1, "of": ""}}),
     "a figure without a direction": lambda kept: whole(kept, figures={"x": {"value": 1.0, "of": ""}}),
     "a compression record": lambda kept: json.dumps({"schema_version": 1, "source": {}, "blocks": []}).encode(),
@@ -716,6 +743,18 @@ def table_rows(file: Path) -> list[list[str]]:
     """The cells of a Markdown table; an escaped pipe is no border."""
     lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def test_a_disk_that_fills_up_is_told(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing fails without the name of a file."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    (error,) = check("--junit", tmp_path / "junit.xml", code=2).errors
+    assert "cannot be written: No space left on device" in error
+    assert "None" not in error
 
 
 def test_the_step_summary_is_appended(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
