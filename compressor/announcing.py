@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from xml.etree import ElementTree
 
 from compressor.card import escape
 from compressor.errors import InputError
+from compressor.progress import Progress
 
 NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -54,17 +56,21 @@ def summary(report: Mapping[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def append_summary(file: str, report: Mapping[str, Any]) -> None:
+def append_summary(file: str, report: Mapping[str, Any], progress: Progress) -> None:
+    """A summary that cannot be written does not change the verdict."""
     try:
         with open(file, "a", encoding="utf-8") as out:
             out.write(summary(report) + "\n")
     except OSError as error:
-        raise InputError(f"the step summary {file} cannot be written: {error.strerror}") from error
+        progress.say(f"warning: the step summary {file} cannot be written: {error.strerror}")
 
 
 def refuse_unwritable(option: str, file: Path | None) -> None:
     """Say before the work that a file cannot be written."""
-    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+    if file is None:
+        return
+    folder = file.absolute().parent
+    if file.is_dir() or not folder.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
         raise InputError(f"{option} {file} cannot be written; name a file in an existing directory")
 
 

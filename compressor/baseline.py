@@ -6,6 +6,7 @@ and also a source, a tokenizer, a library or a text that is no longer what it wa
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -14,10 +15,11 @@ from pydantic import Field, ValidationError
 
 from compressor.assessing import Check
 from compressor.errors import InputError
+from compressor.hub import reason_of
 from compressor.planfile import Part, list_mistakes
-from compressor.weights import read_json
 
 SCHEMA_VERSION = 1
+LOOSE_WORDS = 0.02  # of agreement: one word that flips can change the rest of a continuation
 
 
 class BaselineSource(Part):
@@ -61,7 +63,7 @@ def baseline_of(report: Mapping[str, Any]) -> dict[str, Any]:
             }
     if report["generation"]:
         talk = report["generation"]
-        figure = {"value": talk["agreement"], "better": 1, "of": talk["sha256"], "slack": 1 / talk["prompts"]}
+        figure = {"value": talk["agreement"], "better": 1, "of": talk["sha256"], "slack": LOOSE_WORDS}
         figures["generation agreement"] = figure
     return {
         "schema_version": SCHEMA_VERSION,
@@ -79,9 +81,12 @@ def read_baseline(file: Path) -> BaselineFile:
     if not file.is_file():
         raise InputError(f"baseline {file} does not exist; write it with --baseline {file} --update-baseline")
     try:
-        return BaselineFile.model_validate(read_json(file, str(file.parent)))
+        return BaselineFile.model_validate(json.loads(file.read_text(encoding="utf-8")))
     except ValidationError as error:
-        raise InputError(f"{file} is not a baseline: {list_mistakes(error)}") from error
+        reason = list_mistakes(error)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = reason_of(error)
+    raise InputError(f"{file} is not a baseline: {reason}; remove it and write it anew with --update-baseline")
 
 
 def refuse_other_model(baseline: BaselineFile, source: Mapping[str, Any], parameters: int, file: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compressor.errors import InputError
 from compressor.progress import Progress
+from compressor.weights import digest
 
 Tensors = dict[str, Tensor]
 
@@ -58,14 +59,17 @@ class Cache:
     def read(self, file: Path, words: str) -> Tensors | None:
         try:
             with safe_open(file, framework="pt") as entry:
-                whole = (entry.metadata() or {}).get("key") == words
-                found = {name: entry.get_tensor(name) for name in entry.keys()} if whole else None  # noqa: SIM118
+                notes = entry.metadata() or {}
+                found = {name: entry.get_tensor(name) for name in entry.keys()}  # noqa: SIM118
+            if notes.get("key") == words and notes.get("sha256") == digest(sorted(found.items())):
+                return found
+            reason = "its contents are not what was written"
         except FileNotFoundError:
             return None
         except (SafetensorError, OSError, ValueError) as error:
-            self.progress.say(f"warning: the cached {file.name} is damaged ({error}); it is measured again")
-            return None
-        return found
+            reason = str(error)
+        self.progress.say(f"warning: the cached {file.name} is damaged ({reason}); it is measured again")
+        return None
 
     def write(self, file: Path, words: str, found: Tensors) -> None:
         """One rename, so that a reader never sees half of it. A full disk costs the entry, not the run."""
@@ -73,7 +77,8 @@ class Cache:
             handle, partial = tempfile.mkstemp(prefix=".partial-", dir=file.parent)
             os.close(handle)
             try:
-                save_file({name: tensor.contiguous() for name, tensor in found.items()}, partial, {"key": words})
+                notes = {"key": words, "sha256": digest(sorted(found.items()))}
+                save_file({name: tensor.contiguous() for name, tensor in found.items()}, partial, notes)
                 os.replace(partial, file)
             except BaseException:
                 os.unlink(partial)

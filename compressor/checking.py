@@ -133,12 +133,14 @@ def check(directory: Path, options: dict[str, Any], gate: Gate, setting: Setting
     if options.get("text") and not options.get("max_dppl"):
         budget = of_names(budget, group(recipe.text or []))
     drops = recipe.max_task_drop
-    if options.get("tasks") and not options.get("max_task_drop"):
-        drops = of_names(drops or [], recipe.tasks or []) or None
-    recipe = recipe.model_copy(update={"max_dppl": budget, "max_task_drop": drops})
+    recorded = not options.get("max_task_drop")
+    recipe = recipe.model_copy(update={"max_dppl": budget, "max_task_drop": None if recorded else drops})
+    tasks, recipe = name_tasks(recipe, setting.trust_remote_code)
+    if recorded:
+        drops = of_names(drops or [], [name for task in tasks for name in (task.name, *task.aliases)]) or None
+        recipe = recipe.model_copy(update={"max_task_drop": drops})
     origin = gate.source or str(recipe.model or record["source"].get("model"))
     revision = None if gate.source else record["source"].get("revision")
-    tasks, recipe = name_tasks(recipe, setting.trust_remote_code)
     setting.progress.say(f"load {directory} and its source {origin}")
     placing: dict[str, Any] = {"device": recipe.device, "dtype": recipe.dtype}
     compressed, tokenizer = load(str(directory), allow_compressed=True, **placing)
@@ -174,6 +176,9 @@ def check(directory: Path, options: dict[str, Any], gate: Gate, setting: Setting
         **describe_assessment(found, evaluator),
     }
     report["warnings"] += differences(record, source["weights_sha256"], report["text"])
+    unchecked = [name for name in record.get("tasks") or {} if name not in report["tasks"]]
+    if unchecked:
+        report["warnings"].append(f"not looked at this time, but recorded: {', '.join(unchecked)}")
     now = baseline_of(report)
     if baseline is not None and not gate.update_baseline:
         checks, warnings = compare_with(baseline, now, gate.tolerance)
@@ -181,11 +186,11 @@ def check(directory: Path, options: dict[str, Any], gate: Gate, setting: Setting
         report["warnings"] += warnings
     report["passed"] = all(check["passed"] for check in report["checks"])
     report["timings"] = timings(setting.progress, began)
-    announce(report, now, gate)
+    announce(report, now, gate, setting)
     return report
 
 
-def announce(report: dict[str, Any], now: dict[str, Any], gate: Gate) -> None:
+def announce(report: dict[str, Any], now: dict[str, Any], gate: Gate, setting: Setting) -> None:
     """Write what was asked for. A baseline is kept only when the budget holds."""
     try:
         if gate.baseline is not None and gate.update_baseline and report["passed"]:
@@ -199,7 +204,7 @@ def announce(report: dict[str, Any], now: dict[str, Any], gate: Gate) -> None:
         raise InputError(f"{error.filename or 'what was found'} cannot be written: {error.strerror}") from error
     steps = os.environ.get("GITHUB_STEP_SUMMARY")
     if steps:
-        append_summary(steps, report)
+        append_summary(steps, report, setting.progress)
 
 
 def of_names(words: Iterable[str], names: Iterable[str]) -> list[str]:

@@ -74,11 +74,12 @@ def refuse_early(
 
 
 def begin(trust_remote_code: bool, cache: Path | None = None, no_cache: bool = False) -> Setting:
-    from compressor.cache import default_directory
+    from compressor.cache import Cache, default_directory
     from compressor.pipeline import Setting
     from compressor.progress import Progress
 
-    return Setting(Progress(visible=True), trust_remote_code, None if no_cache else cache or default_directory())
+    progress = Progress(visible=True)
+    return Setting(progress, trust_remote_code, Cache(None if no_cache else cache or default_directory(), progress))
 
 
 def emit(report: dict[str, Any], as_json: bool, lines: list[str], table: Table | None) -> None:
@@ -293,6 +294,7 @@ def main() -> None:
     """Run the command; every failure is one line on stderr and an exit code."""
     # transformers and tokenizers print advice that is not for the user of this command.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         code = app(standalone_mode=False)
     except KeyboardInterrupt:
@@ -324,7 +326,3 @@ def explain(error: BaseException) -> int:
 def fail(message: str, code: int) -> int:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    main()

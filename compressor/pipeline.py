@@ -41,7 +41,7 @@ class Setting:
 
     progress: Progress
     trust_remote_code: bool = False
-    cache: Path | None = None
+    cache: Cache | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def make_evaluator(
         confidence=recipe.confidence,
         batch_size=recipe.batch_size,
         seed=recipe.seed,
-        cache=Cache(setting.cache, setting.progress),
+        cache=setting.cache,
         progress=setting.progress,
     )
 

@@ -107,11 +107,13 @@ def talk_lines(report: Mapping[str, Any]) -> list[str]:
 def hurt_line(report: Mapping[str, Any]) -> list[str]:
     """The kind of token that pays most, in one line; the page has the rest."""
     bands = (report.get("where") or {}).get("frequency") or []
-    if not bands:
+    rises = {n: band["nats"] * band["tokens"] for n, band in enumerate(bands) if band["nats"] > 0}
+    if not rises:
         return []
-    worst = max(bands, key=lambda band: band["share"])
+    most = max(rises, key=lambda n: rises[n])
+    worst, share = bands[most], rises[most] / sum(rises.values())  # bands that gained do not count against it
     return [
-        f"hurts most: tokens by frequency {worst['band']}, {worst['share']:.0%} of the rise (perplexity "
+        f"hurts most: tokens by frequency {worst['band']}, {share:.0%} of the rise (perplexity "
         f"{worst['baseline']:.2f} → {worst['compressed']:.2f})"
     ]
 

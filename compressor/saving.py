@@ -100,8 +100,11 @@ def save(
 def write_json(file: Path, value: Any) -> None:
     """Write valid JSON in one step: infinite and undefined numbers become null."""
     partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
-    partial.write_text(to_json(value) + "\n", encoding="utf-8")
-    partial.replace(file)
+    try:
+        partial.write_text(to_json(value) + "\n", encoding="utf-8")
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def to_json(value: Any) -> str:
