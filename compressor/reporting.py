@@ -146,9 +146,9 @@ def task_row(item: tuple[str, Mapping[str, Any]]) -> list[str]:
     """The change has the sign of the metric; a drop is a change for the worse."""
     name, found = item
     sign = -1 if found["higher_is_better"] else 1
-    low, high = sorted(sign * end for end in found["drop_ci95"])
+    low, high = sorted(sign * end + 0.0 for end in found["drop_ci95"])  # no minus before a zero
     limit = "–" if found["max_drop"] is None else f"{sign * found['max_drop']:+.4f}"
-    figures = f"{found['source']:.4f}", f"{found['compressed']:.4f}", f"{sign * found['drop']:+.4f}"
+    figures = f"{found['source']:.4f}", f"{found['compressed']:.4f}", f"{sign * found['drop'] + 0.0:+.4f}"
     label = f"task {name} ({found['metric']}, {found['documents']} documents)"
     return [label, *figures, f"{low:+.4f} … {high:+.4f}", limit, verdict(found["passed"])]
 
