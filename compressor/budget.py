@@ -68,7 +68,10 @@ def by_name(option: str, words: Iterable[str], names: Iterable[str], what: str) 
     for word in words:
         name, value = split_name(word)
         if name is not None and name not in known:
-            raise InputError(f"{option} {word}: there is no {what} {name!r} (known: {', '.join(known) or 'none'})")
+            hint = f"; name one with --text {name}=FILE" if what == "text" else ""
+            raise InputError(
+                f"{option} {word}: there is no {what} {name!r} (known: {', '.join(known) or 'none'}){hint}"
+            )
         if name in given:
             raise InputError(f"{option} is given twice{f' for {what} {name}' if name else ''}; give it once")
         given[name] = value

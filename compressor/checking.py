@@ -114,7 +114,8 @@ class Gate:
             raise InputError("--update-baseline needs a file: add --baseline baseline.json")
         if not 0 <= self.tolerance < 1:
             raise InputError(f"--tolerance must be at least 0 and below 1, got {self.tolerance}; try 0.005")
-        for option, file in (("--baseline", self.baseline), ("--junit", self.junit), ("--report", self.page)):
+        written = {"--baseline": self.baseline if self.update_baseline else None, "--junit": self.junit}
+        for option, file in {**written, "--report": self.page}.items():
             refuse_unwritable(option, file)
         if self.baseline is None or (self.update_baseline and not self.baseline.exists()):
             return None

@@ -64,7 +64,10 @@ def opening_prompts(text: Text, tokens: int, context: int | None) -> list[Tensor
 
 def read_prompts(file: str, tokenizer: Any, tokens: int, context: int | None) -> list[Tensor]:
     """One prompt per line of a UTF-8 file."""
-    lines = [line.strip() for line in read_file(Path(file).expanduser()).splitlines()]
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise InputError(f"--prompts {file} does not exist; give a file with one prompt per line")
+    lines = [line.strip() for line in read_file(path).splitlines()]
     prefix = bos_prefix(tokenizer)
     prompts = []
     for number, line in enumerate(lines, start=1):

@@ -123,7 +123,9 @@ def open_text(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[Text, Recipe]
     rows = model.get_input_embeddings().weight.shape[0]
     if largest >= rows:
         raise InputError(f"the tokenizer gives token {largest}, but the model has only {rows} embeddings")
-    return text, recipe.model_copy(update={"model": source_of(model).model, "text": names, "seq_len": seq_len})
+    prompts = absolute(recipe.prompts) if recipe.prompts else None
+    found = {"model": source_of(model).model, "text": names, "seq_len": seq_len, "prompts": prompts}
+    return text, recipe.model_copy(update=found)
 
 
 def name_tasks(recipe: Recipe, trust_remote_code: bool) -> tuple[list[Task], Recipe]:

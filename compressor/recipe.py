@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -124,15 +124,20 @@ class Recipe(BaseModel):
 def resolve(file: Path | None, options: dict[str, Any]) -> Recipe:
     """Defaults, then the recipe file, then the options that were given (those that are not None)."""
     given = {key: value for key, value in options.items() if value is not None}
-    return validate(read(file) | given, f"recipe {file}" if file else "options")
+    return validate(read(file) | given, f"recipe {file}", given)
 
 
-def validate(values: dict[str, Any], where: str) -> Recipe:
-    """A Recipe, or one InputError that lists every mistake."""
+def validate(values: dict[str, Any], where: str, options: Collection[str] = ()) -> Recipe:
+    """A Recipe, or one InputError that lists every mistake: those of the options first, then those of the file."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise InputError(f"{where}: {'; '.join(describe(mistake) for mistake in error.errors())}") from error
+        mistakes: dict[str, list[str]] = {}
+        for mistake in sorted(error.errors(), key=lambda mistake: mistake["loc"][0] not in options):
+            source = "options" if mistake["loc"][0] in options else where
+            mistakes.setdefault(source, []).append(describe(mistake))
+        told = "; ".join(f"{source}: {'; '.join(all_of_it)}" for source, all_of_it in mistakes.items())
+        raise InputError(told) from error
 
 
 def describe(mistake: Any) -> str:

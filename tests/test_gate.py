@@ -969,3 +969,12 @@ def test_the_package_is_installed_from_the_checkout_or_as_asked(act: Act) -> Non
     assert act("install") == (0, [*install, place])
     for value in ("compressor==0.1.0", "compressor @ file:///x y", *HOSTILE_INPUTS):
         assert act("install", version=value) == (0, [*install, value])
+
+
+def test_a_baseline_that_is_only_read_need_not_be_writable(
+    check: Check, baseline: Baseline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = baseline()
+    monkeypatch.setattr("compressor.announcing.os.access", lambda *_: False)
+    check("--baseline", file)
+    assert "cannot be written" in check("--baseline", file, "--update-baseline", code=2).errors[0]

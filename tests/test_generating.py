@@ -266,7 +266,7 @@ def test_a_file_without_prompts_is_refused(content: bytes, tmp_path: Path) -> No
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="does not exist; give a file with one prompt per line"):
         read_prompts(str(tmp_path / "none.txt"), tiny_tokenizer(), 8, 64)
 
 

@@ -230,3 +230,11 @@ def test_recipes_that_ship() -> None:
         assert recipe.seq_len, file.name
         how = next(line for line in file.read_text(encoding="utf-8").splitlines() if f"recipes/{file.name}" in line)
         assert recipe.model or how.split("compress ")[1].startswith("./"), "it must say how the model is named"
+
+
+def test_a_mistake_is_told_where_it_was_made(tmp_path: Path) -> None:
+    file = write(tmp_path, "seed: -1\ntask_limit: 5\n")
+    with pytest.raises(InputError) as error:
+        resolve(file, {"task_limit": 0})
+    assert str(error.value).startswith("options: task_limit: ")
+    assert f"; recipe {file}: seed: " in str(error.value)
