@@ -975,6 +975,6 @@ def test_a_baseline_that_is_only_read_need_not_be_writable(
     check: Check, baseline: Baseline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = baseline()
-    monkeypatch.setattr("compressor.announcing.os.access", lambda *_: False)
+    monkeypatch.setattr("compressor.announcing.os.access", lambda _, mode, **__: mode != os.W_OK)
     check("--baseline", file)
     assert "cannot be written" in check("--baseline", file, "--update-baseline", code=2).errors[0]
