@@ -106,6 +106,12 @@ def source_of(model: PreTrainedModel) -> Source:
     return Source(name, getattr(model.config, "_commit_hash", None), model.config.model_type, sha256, model.dtype)
 
 
+def context_of(model: PreTrainedModel) -> int | None:
+    """The tokens that the model can take, where its config says so."""
+    config = model.config.get_text_config()
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+
+
 def resolve_device(device: str) -> torch.device:
     """The torch device; `auto` never takes MPS, which has no float64."""
     if device == "auto":

@@ -11,14 +11,14 @@ from typing import Any
 from compressor import recipe as recipes
 from compressor.assessing import Evaluator, Measured
 from compressor.blocks import find_blocks
-from compressor.budget import drops_of, split_name
+from compressor.budget import drops_of
 from compressor.cache import Cache
 from compressor.checkpoint import count_parameters, refuse_foreign_code
 from compressor.errors import InputError
 from compressor.generating import opening_prompts, read_prompts
 from compressor.measuring import measure
 from compressor.modeling_compressor import Replacement
-from compressor.models import load, quiet, source_of
+from compressor.models import context_of, load, quiet, source_of
 from compressor.patching import patch, patched
 from compressor.planfile import read_plan
 from compressor.planning import Planner, fit_ranks, predict
@@ -28,7 +28,7 @@ from compressor.records import describe_assessment, describe_budget, describe_pl
 from compressor.saving import check_output, save, write_json
 from compressor.taskfiles import BUILT_IN_TASK
 from compressor.tasks import Task, open_tasks
-from compressor.text import SPLITS, Text, load_text
+from compressor.text import SPLITS, Text, load_text, split_text
 from compressor.verdicts import judge
 from compressor.walkback import refuse_missed, search_and_verify
 
@@ -89,11 +89,6 @@ def open_job(recipe: Recipe, setting: Setting, *, with_tasks: bool = True) -> Jo
     return Job(model, tokenizer, text, tasks, recipe, setting, began)
 
 
-def context_of(model: Any) -> int | None:
-    config = model.config.get_text_config()
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
-
-
 def absolute(name: str) -> str:
     """A path that still holds from another working directory; anything else as it is."""
     return os.path.abspath(os.path.expanduser(name)) if Path(name).expanduser().exists() else name
@@ -107,7 +102,7 @@ def open_text(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[Text, Recipe]
         raise InputError(f"--seq-len {seq_len} is beyond the model's context of {context}; try --seq-len {context}")
     names = []
     for word in recipe.text or (["demo"] if recipe.model == "demo" else ["wikitext2"]):
-        name, rest = (None, word) if Path(word).expanduser().exists() else split_name(word)
+        name, rest = split_text(word)
         names.append(absolute(rest) if name is None else f"{name}={absolute(rest)}")
     with quiet():
         text = load_text(

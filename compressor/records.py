@@ -44,7 +44,7 @@ def describe_tool() -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "safetensors": version("safetensors"),
+            **{name: version(name) for name in ("safetensors", "tokenizers", "lm-eval")},
             "threads": torch.get_num_threads(),
         },
     }

@@ -23,7 +23,7 @@ from torch import Tensor
 from compressor.errors import InputError
 from compressor.evaluating import interval_of, logits_batch, resampled_means
 from compressor.hub import reason_of, why_unreachable
-from compressor.models import quiet
+from compressor.models import context_of, quiet
 from compressor.progress import Progress
 from compressor.taskfiles import TASK_ALTERNATIVES, TaskFile, find_tasks, refuse_unusable
 from compressor.text import cache_only
@@ -143,9 +143,7 @@ def task_key(task: Task, max_length: int) -> dict[str, Any]:
 
 
 def longest(model: Any) -> int:
-    config = model.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
-    return min(context or LONGEST, LONGEST)
+    return min(context_of(model) or LONGEST, LONGEST)
 
 
 def score(

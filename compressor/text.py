@@ -124,11 +124,16 @@ def load_text(
     return Text(calibration, selection, verification, dict.fromkeys(groups, (wanted[1], wanted[2])))
 
 
+def split_text(word: str) -> tuple[str | None, str]:
+    """`name=text` → (name, text); a file whose own name looks like that is a file."""
+    return (None, word) if Path(word).expanduser().exists() else split_name(word)
+
+
 def group(words: Sequence[str]) -> dict[str, list[str]]:
     """Texts by name: `wiki=PATH` is named, all that have no name are one text."""
     groups: dict[str, list[str]] = {}
     for word in words:
-        name, rest = (None, word) if Path(word).exists() else split_name(word)
+        name, rest = split_text(word)
         if not rest:
             raise InputError(f"--text {word}: nothing stands after the name; give --text {name}=FILE")
         groups.setdefault(name or UNNAMED, []).append(rest)
