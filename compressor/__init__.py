@@ -19,6 +19,7 @@ from compressor.registration import register_when_transformers_loads
 
 if TYPE_CHECKING:
     from compressor.evaluating import evaluate
+    from compressor.forms import Form
     from compressor.measuring import measure
     from compressor.models import load
     from compressor.planning import apply, plan
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
     from compressor.text import load_text
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "apply", "evaluate", "load", "load_text", "measure", "plan", "save"]
+__all__ = ["Form", "__version__", "apply", "evaluate", "load", "load_text", "measure", "plan", "save"]
 
 _HOMES = {
+    "Form": "compressor.forms",
     "apply": "compressor.planning",
     "evaluate": "compressor.evaluating",
     "load": "compressor.models",

@@ -6,10 +6,8 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from compressor.budget import Budget
@@ -17,7 +15,7 @@ from compressor.cache import Cache
 from compressor.dissecting import Hurt, dissect
 from compressor.evaluating import Evaluation, Losses, compare, compare_parts, evaluate
 from compressor.generating import Talk, choices_along, continue_greedily, talk
-from compressor.models import source_of
+from compressor.models import identify
 from compressor.progress import Progress
 from compressor.tasks import Drop, Scores, Task, compare_scores, longest, score, task_key
 from compressor.text import Text
@@ -198,21 +196,6 @@ class Evaluator:
             talk=said,
             hurt=dissect(self.text, before.losses, after.losses, self.tokenizer),
         )
-
-
-def identify(model: Any) -> dict[str, Any]:
-    """All that a stored model's outputs depend on: weights, configuration, precision, device, libraries."""
-    config = model.config.to_dict()
-    for name in ("_name_or_path", "name_or_path", "transformers_version"):
-        config.pop(name, None)
-    return {
-        "weights": source_of(model).weights_sha256,
-        "config": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),
-        "dtype": str(model.dtype),
-        "device": model.device.type,
-        "threads": torch.get_num_threads(),
-        **{name: version(name) for name in ("compressor", "torch", "transformers")},
-    }
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:

@@ -7,7 +7,7 @@ is looked for by the same names; what is not found is refused by name.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -72,11 +72,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Rows:
-    """What one forward pass sent through one block: FFN input x, FFN output y, residual stream h after the layer."""
+    """What one forward pass sent through one block: FFN input x, FFN output y, residual stream h after the layer.
+
+    `a` is what entered the module that was named as the block's inside; without one it is y.
+    """
 
     x: Tensor
     y: Tensor
     h: Tensor
+    a: Tensor
 
 
 def find_blocks(model: nn.Module) -> list[Block]:
@@ -147,12 +151,19 @@ def hidden_of(output: Any) -> Tensor:
 
 
 @contextmanager
-def watch(model: nn.Module, blocks: list[Block], see: Callable[[Block, Rows], None]) -> Iterator[None]:
+def watch(
+    model: nn.Module,
+    blocks: list[Block],
+    see: Callable[[Block, Rows], None],
+    insides: Mapping[int, str] | None = None,
+) -> Iterator[None]:
     """While the context is open, every forward pass calls `see(block, rows)` as each block's layer returns.
 
     Rows come flattened to [tokens, width]. The FFN output is copied when the layer may add to it in place (Falcon).
+    `insides` names a module inside some blocks whose input is wanted too.
     """
     seen: dict[int, tuple[Tensor, Tensor]] = {}
+    inside: dict[int, Tensor] = {}
     handles = []
     for block in blocks:
         ffn = model.get_submodule(block.path)
@@ -173,7 +184,13 @@ def watch(model: nn.Module, blocks: list[Block], see: Callable[[Block, Rows], No
         def layer_done(_: nn.Module, args: Any, output: Any, block: Block = block) -> None:
             h = hidden_of(output)
             x, y = seen.pop(block.index)
-            see(block, Rows(x=x, y=y, h=h.reshape(-1, h.shape[-1])))
+            see(block, Rows(x=x, y=y, h=h.reshape(-1, h.shape[-1]), a=inside.pop(block.index, y)))
+
+        def enter(_: nn.Module, args: Any, block: Block = block) -> None:
+            inside[block.index] = args[0].reshape(-1, args[0].shape[-1])
+
+        if insides and block.index in insides:
+            handles.append(model.get_submodule(insides[block.index]).register_forward_pre_hook(enter))
 
         handles.append(ffn.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(last.register_forward_hook(after, with_kwargs=True))

@@ -43,18 +43,27 @@ class Cache:
                 ) from error
 
     def get(self, step: str, key: Mapping[str, Any], measure: Callable[[], Tensors]) -> Tensors:
-        """The tensors of this key: from disk when they are there, else measured and kept."""
-        words = json.dumps(key, sort_keys=True, default=str)
+        """The tensors of this key: from disk when they are there (a named step says so), else measured and kept."""
         if self.directory is None:
             return measure()
-        file = self.directory / f"{hashlib.sha256(words.encode()).hexdigest()[:40]}.safetensors"
+        file, words = self.place(key)
         kept = self.read(file, words)
         if kept is not None:
-            self.progress.say(f"{step}: measured before")
+            if step:
+                self.progress.say(f"{step}: measured before")
             return kept
         found = measure()
         self.write(file, words, found)
         return found
+
+    def has(self, key: Mapping[str, Any]) -> bool:
+        return self.directory is not None and self.place(key)[0].is_file()
+
+    def place(self, key: Mapping[str, Any]) -> tuple[Path, str]:
+        """The file of a key, and the key in words."""
+        assert self.directory is not None
+        words = json.dumps(key, sort_keys=True, default=str)
+        return self.directory / f"{hashlib.sha256(words.encode()).hexdigest()[:40]}.safetensors", words
 
     def read(self, file: Path, words: str) -> Tensors | None:
         try:

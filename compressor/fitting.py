@@ -1,4 +1,4 @@
-"""Fit replacements in order of depth, each on the inputs it will really get: everything before it already replaced."""
+"""Fit replacements: at once from the statistics, or in order of depth so that each makes up for the ones before it."""
 
 from __future__ import annotations
 
@@ -8,103 +8,159 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.blocks import Block, Rows, watch
-from compressor.measuring import moments_device, stream_weights
+from compressor.blocks import Block, hidden_of
+from compressor.forms import Form, Forms
+from compressor.measuring import moments_device
 from compressor.modeling_compressor import Replacement, restore, swap
-from compressor.moments import ACCUMULATION_DTYPE, Moments
-from compressor.progress import Progress
-from compressor.regression import RankLadder, choose_ridge, decompose, reduce_rank
+from compressor.models import source_of
+from compressor.moments import ACCUMULATION_DTYPE
+from compressor.neurons import Neurons
+from compressor.statistics import Statistics, collect, own_bias
 from compressor.stream import Stream
-from compressor.text import Text
-
-Ranks = Mapping[int, int | None]  # block index → rank of its replacement; None is a full linear map, 0 the bias alone
-
-
-def replacement_parameters(width: int, rank: int | None) -> int:
-    return width + (width * width if rank is None else 2 * width * rank)
+from compressor.subsets import Fitted, choose_strength, root_of
+from compressor.surveying import Survey, best_fit, kept_sets, outer_of
 
 
-class Calibration:
-    """The calibration text inside the unmodified model, kept where the last fit began, so that fits share a prefix."""
+class Fitter:
+    """Makes the modules of any plan. Weights are rounded to the stored dtype at once, so that what is measured of them
+    holds for the stored model."""
 
-    def __init__(self, model: Any, blocks: list[Block], text: Text, batch_size: int) -> None:
-        self.model = model
-        self.blocks = blocks
-        self.start = [Stream(model, blocks, w, batch_size) for w in (text.fitting, text.held_out)]
-        self.cached = [stream.copy() for stream in self.start]
+    def __init__(self, statistics: Statistics, surveys: Mapping[int, Survey]) -> None:
+        self.statistics, self.surveys = statistics, surveys
+        self.model: Any = statistics.model
+        self.blocks, self.progress = statistics.blocks, statistics.progress
+        self.dtype = source_of(self.model).dtype
+        self.device = moments_device(self.model)
+        self.start: list[Stream] | None = None
+        self.made: dict[tuple[int, Form], Replacement] = {}  # of the last plan: the next has most of them too
 
-    def at(self, index: int) -> tuple[Stream, Stream]:
-        """The fitting and the held-out stream before layer `index`; the model must be unmodified up to there."""
-        if self.cached[0].position > index:
-            self.cached = [stream.copy() for stream in self.start]
-        for stream in self.cached:
+    def at_once(self, forms: Forms) -> dict[int, Replacement]:
+        """Every block on the inputs that it has in the original model. No text is run."""
+        found: dict[int, Replacement] = {}
+        for index, form in sorted(forms.items()):
+            known = self.made.get((index, form))
+            if known is None:
+                survey, outer, bias, root = self.open(index)
+                moments = self.statistics.moments(index)
+                known = self.module(
+                    survey, form, best_fit(moments, bias, outer, form, survey.orders, root, survey.ridges)
+                )
+            found[index] = known
+        self.made = {(index, forms[index]): module for index, module in found.items()}
+        return found
+
+    def in_order(self, forms: Forms) -> dict[int, Replacement]:
+        """Every block on the inputs that it will really get, towards the stream of the original model.
+
+        How far towards it, and how near to the original weights, is chosen on held-out rows, block by block. The model
+        is left as it was.
+        """
+        done: dict[int, Replacement] = {}
+        originals: dict[str, torch.nn.Module] = {}
+        present = self.streams_at(min(forms))
+        wanted = [stream.copy() for stream in present]
+        chosen = [self.blocks[index] for index in sorted(forms)]
+        try:
+            for block in self.progress.track("compensate", chosen, len(chosen), f"{len(chosen)} blocks"):
+                survey, outer, bias, root = self.open(block.index)
+                both = []
+                gain = None
+                for now, original in zip(present, wanted, strict=True):
+                    now.advance(block.index)
+                    original.advance(block.index + 1)  # its layers are still whole: only those before are replaced
+                    gain = stream_gain(self.model, block, now) if now is present[0] else gain
+                    aim = original.states if gain else None
+                    both.append(collect(self.model, block, survey.neurons, now, self.device, aim, gain or 1.0))
+                form = forms[block.index]
+                kept = kept_sets(form, survey.orders, self.device)[0]
+                strength = choose_strength(both[0], both[1], outer, kept, form.rank, root)
+                fitted = best_fit(both[0], bias, outer, form, survey.orders, root, survey.ridges, strength)
+                done[block.index] = self.module(survey, form, fitted)
+                originals |= swap(self.model, {block.path: done[block.index]})
+        finally:
+            restore(self.model, originals)
+        return done
+
+    def streams_at(self, index: int) -> list[Stream]:
+        """The fitting and the held-out windows before a layer, in the original model."""
+        if self.start is None or self.start[0].position > index:
+            text = self.statistics.text
+            windows = (text.fitting, text.held_out)
+            self.start = [Stream(self.model, self.blocks, w, self.statistics.batch_size) for w in windows]
+        for stream in self.start:
             stream.advance(index)
-        fitting, held_out = (stream.copy() for stream in self.cached)
-        return fitting, held_out
+        return [stream.copy() for stream in self.start]
+
+    def open(self, index: int) -> tuple[Survey, Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """A block's survey, output weights, bias, and the root of its metric."""
+        survey = self.surveys[index]
+        outer = outer_of(survey.block, survey.neurons, self.device)
+        bias = own_bias(self.model, survey.block, survey.neurons, self.device)
+        return survey, outer, bias, root_of(survey.metric.to(self.device))
+
+    def module(self, survey: Survey, form: Form, fitted: Fitted) -> Replacement:
+        made = build_replacement(survey.block, survey.neurons, form, fitted).to(self.dtype)
+        reference = next(self.model.get_submodule(survey.block.path).parameters())
+        return made.to(device=reference.device, dtype=reference.dtype)
 
 
-def fit_ladder(fit: Moments, held: Moments, metric: Tensor | None) -> RankLadder:
-    """All ranks of a block's map, its ridge chosen on the held-out rows."""
-    spectrum = decompose(fit.xx)
-    _, full = choose_ridge(fit, spectrum, held)
-    return reduce_rank(full, spectrum, metric)
+@torch.no_grad()
+def stream_gain(model: Any, block: Block, stream: Stream) -> float | None:
+    """How many times over the layer adds the block's output to its stream; None when a norm stands between."""
+    last = model.get_submodule(block.bypass[-1] if block.bypass else block.path)
+    state = stream.states[0]
+    call = stream.calls[len(state)][stream.position]
+    layer = stream.layers[stream.position]
+    nudges: list[Tensor] = []
 
+    def nudge(_: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(output.shape, generator=generator).to(output)
+        nudges.append(noise * output.float().square().mean().sqrt().to(output))
+        return output + nudges[0]
 
-def build_replacement(ladder: RankLadder, rank: int | None, block: Block) -> Replacement:
-    """The module of one rank, in float64."""
-    module = Replacement(block.width, rank, block.residual_inside, dtype=ACCUMULATION_DTYPE)
-    module.bypass = block.bypass
-    chosen = ladder.at(ladder.inputs.shape[1] if rank is None else rank)
-    with torch.no_grad():
-        module.bias.copy_(chosen.bias)
-        if rank is None:
-            module.weight.copy_(chosen.weight.T)
-        elif rank > 0:
-            inputs, outputs = ladder.inputs[:, :rank], ladder.outputs[:, :rank]
-            # Equal sizes on both sides keep half-precision storage away from its limits.
-            balance = (outputs.norm(dim=0) / inputs.norm(dim=0).clamp_min(1e-30)).sqrt().clamp(1e-6, 1e6)
-            module.down.copy_((inputs * balance).T)
-            module.up.copy_(outputs / balance)
-    return module
-
-
-def fit(
-    calibration: Calibration,
-    ranks: Ranks,
-    metrics: Mapping[int, Tensor],
-    dtype: torch.dtype,
-    progress: Progress,
-) -> dict[int, Replacement]:
-    """Fit the replacement of every block in `ranks`; the model is left as it was.
-
-    `metrics` weighs the output directions of low-rank maps. Weights are rounded to the storage `dtype` at once, so that
-    everything measured later holds for the stored model.
-    """
-    model = calibration.model
-    device = moments_device(model)
-    chosen = [block for block in calibration.blocks if block.index in ranks]
-    done: dict[int, Replacement] = {}
-    originals: dict[str, torch.nn.Module] = {}
-    streams = calibration.at(chosen[0].index) if chosen else ()
+    before = hidden_of(layer(state, **call)).double()
+    handle = last.register_forward_hook(nudge)
     try:
-        for block in progress.track("fit", chosen, len(chosen), f"{len(chosen)} blocks"):
-            both = []
-            for stream in streams:
-                stream.advance(block.index)
-                moments = Moments.zeros(block.width, block.width, device, whole_yy=False)
-
-                def add(_: Block, rows: Rows, moments: Moments = moments) -> None:
-                    weights = stream_weights(rows.h).to(device)
-                    moments.add(Moments.of(rows.x.to(device), rows.y.to(device), weights, whole_yy=False))
-
-                with watch(model, [block], add):
-                    stream.run()
-                both.append(moments)
-            ladder = fit_ladder(both[0], both[1], metrics.get(block.index))
-            module = build_replacement(ladder, ranks[block.index], block).to(dtype)
-            reference = next(model.get_submodule(block.path).parameters())
-            done[block.index] = module.to(device=reference.device, dtype=reference.dtype)
-            originals |= swap(model, {block.path: done[block.index]})
+        moved = hidden_of(layer(state, **call)).double() - before
     finally:
-        restore(model, originals)
-    return done
+        handle.remove()
+    by = nudges[0].double()
+    gain = (moved * by).sum() / by.square().sum().clamp_min(1e-300)
+    rest = (moved - gain * by).square().sum()
+    return gain.item() if gain > 0 and rest <= 1e-4 * moved.square().sum() else None
+
+
+def build_replacement(block: Block, neurons: Neurons | None, form: Form, fitted: Fitted) -> Replacement:
+    """The module of one fit, in float64."""
+    given: dict[str, Any] = {}
+    if form.neurons:
+        assert neurons is not None
+        biased = neurons.inner_bias is not None
+        given = {"activation": neurons.activation, "gated": neurons.gated, "inner_bias": biased}
+    module = Replacement(
+        block.width, form.rank, block.residual_inside, neurons=form.neurons, dtype=ACCUMULATION_DTYPE, **given
+    )
+    module.bypass = block.bypass
+    with torch.no_grad():
+        module.bias.copy_(fitted.bias)
+        if form.rank is None:
+            assert fitted.outputs is not None
+            module.weight.copy_(fitted.outputs)
+        elif form.rank > 0:
+            assert fitted.inputs is not None
+            assert fitted.outputs is not None
+            # Equal sizes on both sides keep half-precision storage away from its limits.
+            sizes = fitted.outputs.norm(dim=0) / fitted.inputs.norm(dim=0).clamp_min(1e-30)
+            balance = sizes.sqrt().clamp(1e-6, 1e6)
+            module.down.copy_((fitted.inputs * balance).T)
+            module.up.copy_(fitted.outputs / balance)
+        if form.neurons:
+            assert neurons is not None
+            names = ("gate", "inner", "gate_bias", "inner_bias")
+            for name in names:
+                own = getattr(neurons, name)
+                if own is not None:
+                    getattr(module, name).copy_(own[fitted.kept.to(own.device)])
+            module.outer.copy_(fitted.outer.T)
+    return module

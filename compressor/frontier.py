@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from compressor.fitting import replacement_parameters
-from compressor.measuring import BlockProfile
-from compressor.sensitivity import Damage
+from compressor.forms import Form
 
 LADDER = (0.45, 0.375, 0.3125, 0.25, 0.1875, 0.125, 0.09375, 0.0625, 0.03125, 0.015625)  # ranks per width
 MOST_TRIALS = 7
-CLOSE_ENOUGH = 0.9  # of the budget
+CLOSE_ENOUGH = 0.92  # of the budget
 
 
 @dataclass(frozen=True)
@@ -19,7 +17,7 @@ class Option:
     """One candidate for one block."""
 
     index: int
-    rank: int | None
+    form: Form
     saved: int
     damage: float  # predicted nats per token
 
@@ -28,19 +26,6 @@ def ladder_of(width: int) -> list[int | None]:
     """Full linear map, then fewer and fewer ranks, then the bias alone."""
     ranks = sorted({round(width * share) for share in LADDER} - {0}, reverse=True)
     return [None, *(r for r in ranks if 2 * r < width), 0]
-
-
-def options_of(profile: BlockProfile, damage: Damage) -> list[Option]:
-    block = profile.block
-    return [
-        Option(
-            block.index,
-            rank,
-            block.parameters - replacement_parameters(block.width, rank),
-            damage.linear if rank is None else damage.by_rank[rank].item(),
-        )
-        for rank in ladder_of(block.width)
-    ]
 
 
 def efficient(options: list[Option]) -> list[Option]:
@@ -61,7 +46,7 @@ def convex(hull: list[Option], option: Option) -> bool:
     return (last.damage - damage) * (option.saved - last.saved) < (option.damage - last.damage) * (last.saved - saved)
 
 
-def sequence(hulls: list[list[Option]]) -> list[tuple[dict[int, int | None], float]]:
+def sequence(hulls: list[list[Option]]) -> list[tuple[dict[int, Form], float]]:
     """Plans that contain each other, each one step of the best damage per parameter further, with predicted damage."""
     steps: list[tuple[float, Option, float]] = []
     for hull in hulls:
@@ -69,19 +54,17 @@ def sequence(hulls: list[list[Option]]) -> list[tuple[dict[int, int | None], flo
         for option in hull:
             steps.append(((option.damage - damage) / (option.saved - saved), option, option.damage - damage))
             saved, damage = option.saved, option.damage
-    plans: list[tuple[dict[int, int | None], float]] = []
-    ranks: dict[int, int | None] = {}
+    plans: list[tuple[dict[int, Form], float]] = []
+    forms: dict[int, Form] = {}
     total = 0.0
     for _, option, more in sorted(steps, key=lambda step: (step[0], step[1].index, step[1].saved)):
-        ranks = ranks | {option.index: option.rank}
+        forms = forms | {option.index: option.form}
         total += more
-        plans.append((ranks, total))
+        plans.append((forms, total))
     return plans
 
 
-def bracket(
-    plans: list[tuple[dict[int, int | None], float]], target: float, spend: Callable[[int], float]
-) -> int | None:
+def bracket(plans: list[tuple[dict[int, Form], float]], target: float, spend: Callable[[int], float]) -> int | None:
     """The last plan of a growing sequence that spends at most 1, found by corrected prediction and bisection."""
     low, high, scale = -1, len(plans), 1.0
     for trial in range(MOST_TRIALS):

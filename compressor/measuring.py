@@ -38,7 +38,6 @@ class BlockProfile:
     top_row_share: float
     fit: Moments = field(repr=False)  # stream-weighted, fitting windows
     held: Moments = field(repr=False)  # stream-weighted, held-out windows
-    held_plain: Moments = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,6 @@ def measure(model: Any, text: Text, *, batch_size: int = 8, seed: int = 0, progr
             top_row_share=top.nan_to_num().item(),
             fit=stream_fit,
             held=stream_held,
-            held_plain=held,
         )
 
     profiles = [describe(block) for block in progress.track("solve", blocks, len(blocks))]

@@ -20,13 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.activations import ACT2FN
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 METHOD = "compressor"
 SCHEMA_VERSION = 1
-SPEC_KEYS = {"kind", "rank", "neurons", "width", "residual_inside", "bypass"}
+SPEC_KEYS = {"kind", "rank", "neurons", "width", "residual_inside", "bypass", "activation", "gated", "inner_bias"}
+FIRST_SPECS = {"activation": None, "gated": False, "inner_bias": False}  # of checkpoints from before kept neurons
 FILE_NAME = "modeling_compressor.py"
 AUTO_MAP = {
     "AutoConfig": "modeling_compressor.CompressedConfig",
@@ -35,9 +37,10 @@ AUTO_MAP = {
 
 
 class Replacement(nn.Module):
-    """What stands in for a feed-forward block: y = bias + up(down x), or bias + weight x, or the bias alone.
+    """What stands in for a feed-forward block: y = bias + up(down x) + outer·act(inner x) of the kept neurons.
 
-    A `rank` of None is one dense matrix, 0 is the bias alone. All parameters begin at zero.
+    A `rank` of None is one dense matrix instead of up and down; a rank of 0 has neither. Without neurons the last part
+    is absent; gated neurons are act(gate x) · (inner x). All parameters begin at zero.
     """
 
     is_compressor_replacement = True  # a checkpoint's copy of this file has a Replacement class of its own
@@ -48,15 +51,22 @@ class Replacement(nn.Module):
         rank: int | None,
         residual_inside: bool = False,
         *,
+        neurons: int = 0,
+        activation: str | None = None,
+        gated: bool = False,
+        inner_bias: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if rank is not None and not 0 <= rank <= width:
             raise ValueError(f"the rank of a replacement must be between 0 and its width {width}, got {rank}")
+        if neurons < 0 or (neurons > 0) != (activation is not None) or (neurons == 0 and (gated or inner_bias)):
+            raise ValueError(f"{neurons} neurons with activation {activation}: neurons have one, no neurons none")
         self.width = width
         self.rank = rank
         self.residual_inside = residual_inside  # the block is called as ffn(x, residual) and adds the residual itself
+        self.neurons, self.activation, self.gated, self.has_inner_bias = neurons, activation, gated, inner_bias
         self.bypass: tuple[str, ...] = ()  # modules that become identities because this one does their work
         self.guard = ""  # the stock weight that is gone: see `save_pretrained`
 
@@ -68,19 +78,39 @@ class Replacement(nn.Module):
         elif rank > 0:
             self.down = zeros(rank, width)
             self.up = zeros(width, rank)
+        if activation is not None:
+            self.act = ACT2FN[activation]
+            self.inner = zeros(neurons, width)
+            self.outer = zeros(width, neurons)
+            self.inner_bias = zeros(neurons) if inner_bias else None
+            if gated:
+                self.gate = zeros(neurons, width)
+                self.gate_bias = zeros(neurons) if inner_bias else None
         self.bias = zeros(width)
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None, **_: Any) -> Tensor:
+        output: Tensor = self.bias
+        if self.neurons:
+            output = functional.linear(self.activate(hidden_states), self.outer, output)
         if self.rank is None:
-            output = functional.linear(hidden_states, self.weight, self.bias)
+            output = plus(output, hidden_states, self.weight)
         elif self.rank > 0:
-            output = functional.linear(functional.linear(hidden_states, self.down), self.up, self.bias)
-        else:
-            output = self.bias.expand(hidden_states.shape).clone()  # a copy: Falcon adds to the output in place
+            output = plus(output, functional.linear(hidden_states, self.down), self.up)
+        if output is self.bias:
+            output = output.expand(hidden_states.shape).clone()  # a copy: Falcon adds to the output in place
         return output + residual if self.residual_inside and residual is not None else output
+
+    def activate(self, hidden_states: Tensor) -> Tensor:
+        """The kept neurons' activations."""
+        inner = functional.linear(hidden_states, self.inner, self.inner_bias)
+        if self.gated:
+            return self.act(functional.linear(hidden_states, self.gate, self.gate_bias)) * inner  # type: ignore[no-any-return]
+        return self.act(inner)  # type: ignore[no-any-return]
 
     @property
     def kind(self) -> str:
+        if self.neurons:
+            return "pruned" if self.rank == 0 else "hybrid"
         return "linear" if self.rank is None else "lowrank" if self.rank > 0 else "bias"
 
     def spec(self) -> dict[str, Any]:
@@ -88,25 +118,39 @@ class Replacement(nn.Module):
         return {
             "kind": self.kind,
             "rank": self.rank,
-            "neurons": 0,
+            "neurons": self.neurons,
             "width": self.width,
             "residual_inside": self.residual_inside,
             "bypass": list(self.bypass),
+            "activation": self.activation,
+            "gated": self.gated,
+            "inner_bias": self.has_inner_bias,
         }
 
     def extra_repr(self) -> str:
-        return f"{self.kind}, width={self.width}, rank={self.rank}"
+        return f"{self.kind}, width={self.width}, rank={self.rank}, neurons={self.neurons}"
+
+
+def plus(so_far: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    """so_far + rows·weightᵀ; a bias goes into the product itself."""
+    if so_far.ndim == 1:
+        return functional.linear(rows, weight, so_far)
+    return so_far + functional.linear(rows, weight)
 
 
 def build(spec: Mapping[str, Any]) -> Replacement:
     """An empty replacement of this spec, or a ValueError for a spec that this version does not know."""
+    spec = {**FIRST_SPECS, **spec}
     if set(spec) != SPEC_KEYS:
         odd = ", ".join(sorted(set(spec) ^ SPEC_KEYS))
         raise ValueError(f"a replacement has missing or unknown keys: {odd}; install the compressor that wrote it")
-    module = Replacement(spec["width"], spec["rank"], spec["residual_inside"])
+    if spec["activation"] is not None and spec["activation"] not in ACT2FN:
+        raise ValueError(f"a replacement has the activation {spec['activation']!r}, which this transformers has not")
+    given = {key: spec[key] for key in ("neurons", "activation", "gated", "inner_bias")}
+    module = Replacement(spec["width"], spec["rank"], spec["residual_inside"], **given)
     module.bypass = tuple(spec["bypass"])
-    if module.spec() != dict(spec):
-        raise ValueError(f"a replacement of this kind is not known: {dict(spec)}; install the compressor that wrote it")
+    if module.spec() != spec:
+        raise ValueError(f"a replacement of this kind is not known: {spec}; install the compressor that wrote it")
     return module
 
 

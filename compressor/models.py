@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -290,3 +293,18 @@ def quiet() -> Iterator[None]:
                 logging.enable_progress_bar()
             if hub_bars_off:
                 disable_progress_bars()
+
+
+def identify(model: Any) -> dict[str, Any]:
+    """All that a stored model's outputs depend on: weights, configuration, precision, device, libraries."""
+    config = model.config.to_dict()
+    for name in ("_name_or_path", "name_or_path", "transformers_version"):
+        config.pop(name, None)
+    return {
+        "weights": source_of(model).weights_sha256,
+        "config": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),
+        "dtype": str(model.dtype),
+        "device": model.device.type,
+        "threads": torch.get_num_threads(),
+        **{name: version(name) for name in ("compressor", "torch", "transformers")},
+    }

@@ -14,6 +14,10 @@ MaxDppl = Annotated[
     typer.Option(help="largest rise in perplexity: 1.0, or 2% of the baseline; NAME=1.0 for one text of several"),
 ]
 Confidence = Annotated[float | None, typer.Option(help="of the interval's upper end; 0 = point estimate  [0.95]")]
+Objective = Annotated[
+    str | None,
+    typer.Option(help="speed: nothing that runs slower than what it replaces; size: the fewest parameters  [speed]"),
+]
 Out = Annotated[str | None, typer.Option(help="directory to write; it appears whole or not at all")]
 Overwrite = Annotated[bool | None, typer.Option("--overwrite", help="replace an earlier result in --out")]
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="YAML file with any of these options")]

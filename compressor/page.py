@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, TypeGuard
 
+from compressor.reporting import name_replacement
+
 Record = Mapping[str, Any]
 MISSING = "–"
 # Control characters are shown as pictures (but tab and newline); those that turn the writing direction as �.
@@ -105,7 +107,7 @@ WORDS: dict[str, Callable[[Any], Any]] = {
     "check": lambda check: noted(check.get("name"), check.get("detail")),
     "result": lambda passed: NOTHING if passed is None else PASSED if passed is True else FAILED,
     "judged": lambda block: noted(UNSAFE, block.get("reason")) if failed(block) else block.get("verdict"),
-    "replaced": lambda now: " ".join(str(now[key]) for key in ("kind", "rank") if now and now.get(key)),
+    "replaced": lambda now: name_replacement(now) if now else "",
 }
 # Columns of each table: heading; how to show it, if not as a number; key in the record, if not the heading (* is all).
 COLUMNS = {

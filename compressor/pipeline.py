@@ -21,14 +21,23 @@ from compressor.modeling_compressor import Replacement
 from compressor.models import context_of, load, quiet, source_of
 from compressor.patching import patch, patched
 from compressor.planfile import read_plan
-from compressor.planning import Planner, fit_ranks, predict
+from compressor.planning import Planner, fit_forms, predict
 from compressor.progress import Progress
 from compressor.recipe import Recipe
-from compressor.records import describe_assessment, describe_budget, describe_plan, describe_profile, put_replacements
+from compressor.records import (
+    describe_assessment,
+    describe_budget,
+    describe_plan,
+    describe_profile,
+    describe_speed,
+    put_replacements,
+)
 from compressor.saving import check_output, save, write_json
 from compressor.taskfiles import BUILT_IN_TASK
 from compressor.tasks import Task, open_tasks
 from compressor.text import SPLITS, Text, load_text, split_text
+from compressor.timing import measure_speed
+from compressor.trials import Bench
 from compressor.verdicts import judge
 from compressor.walkback import refuse_missed, search_and_verify
 
@@ -163,7 +172,7 @@ def profile(recipe: Recipe, setting: Setting) -> dict[str, Any]:
     """Measure only: the linearity of every block, and a verdict on each."""
     job = open_job(recipe, setting, with_tasks=False)
     measured = measure(job.model, job.text, batch_size=recipe.batch_size, seed=recipe.seed, progress=setting.progress)
-    _, damages = predict(job.model, measured, job.text, setting.progress)
+    damages = predict(job.model, measured, job.text, setting.progress)
     verdicts = {p.block.index: judge(p, damages[p.block.index]) for p in measured.blocks}
     report = describe_profile(job.model, job.text, measured, verdicts, damages)
     return {**report, "recipe": job.recipe.settings(), "timings": job.timings()}
@@ -175,7 +184,8 @@ def prepare(job: Job, evaluator: Evaluator) -> tuple[Planner, dict[str, Any]]:
     options: dict[str, Any] = {"batch_size": recipe.batch_size, "seed": recipe.seed, "progress": job.setting.progress}
     measured = measure(job.model, job.text, **options)
     verified = evaluator.losses(job.model, "verify", stored=True)
-    planner = Planner(job.model, measured, job.text, evaluator.budgets, verified=verified, **options)
+    bench = Bench(job.model, job.text, confidence=recipe.confidence, cache=job.setting.cache, **options)
+    planner = Planner(bench, measured, evaluator.budgets, verified=verified, objective=recipe.objective)
     report = describe_profile(job.model, job.text, measured, planner.verdicts, planner.damages)
     report["budget"] = describe_budget(planner.budgets, planner.allowed)
     return planner, {**report, "recipe": recipe.settings()}
@@ -208,23 +218,24 @@ def compress(recipe: Recipe, setting: Setting) -> dict[str, Any]:
 def apply(recipe: Recipe, plan_file: Path, setting: Setting) -> dict[str, Any]:
     """Fit, patch and save a given plan. BudgetError, and nothing written, when it misses its budget."""
     plan, record = read_plan(plan_file)
-    ranks = plan.ranks()
+    forms = plan.forms()
     given = recipe.model_dump(exclude_unset=True)
     recorded = {key: value for key, value in plan.recipe.items() if key not in ("out", "overwrite")}
     recipe = recipes.validate({**recorded, **given}, f"plan {plan_file}")
     recipe.require_budget()
     out = require_out(recipe)
-    if not ranks:
+    if not forms:
         raise InputError(f"plan {plan_file} replaces no block; there is nothing to apply")
     job = open_job(recipe, setting)
     if source_of(job.model).weights_sha256 != plan.source.weights_sha256:
         raise InputError(f"plan {plan_file} was made for other weights ({plan.source.model}) than {recipe.model}")
     evaluator = job.evaluator()
     before = evaluator.measure(job.model, "source", stored=True)
-    fits = fit_ranks(job.model, ranks, job.text, batch_size=recipe.batch_size, progress=setting.progress)
+    options: dict[str, Any] = {"batch_size": recipe.batch_size, "cache": setting.cache, "progress": setting.progress}
+    fits = fit_forms(job.model, forms, job.text, compensated=plan.compensated, **options)
     with patched(job.model, find_blocks(job.model), fits):
         after = evaluator.measure(job.model, "compressed", stored=False)
-    refuse_missed(evaluator, before, after, ranks)
+    refuse_missed(evaluator, before, after, forms)
     record["recipe"] = job.recipe.settings()
     record["parameters"] = {"before": count_parameters(job.model)}
     sizes = {block.index: block.parameters for block in find_blocks(job.model)}
@@ -247,10 +258,12 @@ def finish(
     report: dict[str, Any],
     out: Path,
 ) -> dict[str, Any]:
-    """Patch for good, look at everything once more, save, and complete the record."""
-    patch(job.model, find_blocks(job.model), fits)
+    """Measure the speed, patch for good, look at everything once more, save, and complete the record."""
+    blocks = find_blocks(job.model)
+    speed = describe_speed(measure_speed(job.model, blocks, fits, job.text.verification.windows))
+    patch(job.model, blocks, fits)
     found = evaluator.assess(before, after, job.model, stored=False)
-    report = {**report, **describe_assessment(found, evaluator), "timings": job.timings()}
+    report = {**report, **describe_assessment(found, evaluator), "speed": speed, "timings": job.timings()}
     assert count_parameters(job.model) == report["parameters"]["after"]
     header = "Reproduces this checkpoint:\ncompress --recipe recipe.yaml --out NEW_DIRECTORY"
     recipe = recipes.dump(job.recipe, header)

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from compressor.errors import InputError
+from compressor.forms import Form
 
 
 class Part(BaseModel):
@@ -18,8 +19,9 @@ class Part(BaseModel):
 
 
 class PlannedReplacement(Part):
-    kind: str = Field(pattern="^(keep|linear|lowrank|bias)$")
+    kind: str = Field(pattern="^(keep|linear|lowrank|pruned|hybrid|bias)$")
     rank: int | None = Field(default=None, ge=0, strict=True)
+    neurons: int | None = Field(default=None, ge=0, strict=True)
 
 
 class PlannedBlock(Part):
@@ -58,23 +60,26 @@ class PlanFile(Part):
     parameters: PlannedParameters
     recipe: dict[str, Any]
     blocks: list[PlannedBlock]
+    compensated: bool = Field(default=False, strict=True)
 
-    def ranks(self) -> dict[int, int | None]:
-        """Block index → rank: None is a full linear map, 0 the bias alone."""
+    def forms(self) -> dict[int, Form]:
+        """Block index → what stands there."""
         indices = [block.index for block in self.blocks]
         twice = next((index for index in indices if indices.count(index) > 1), None)
         if twice is not None:
             raise InputError(f"the plan has block {twice} twice; every block stands in it once")
         chosen = {b.index: b.replacement for b in self.blocks if b.replacement.kind != "keep"}
-        return {index: rank_of(index, replacement) for index, replacement in chosen.items()}
+        return {index: form_of(index, replacement) for index, replacement in chosen.items()}
 
 
-def rank_of(index: int, replacement: PlannedReplacement) -> int | None:
-    kind, rank = replacement.kind, replacement.rank
-    expected = {"linear": rank is None, "lowrank": rank is not None and rank > 0, "bias": rank == 0}[kind]
-    if not expected:
-        raise InputError(f"the plan's block {index} is {kind} with rank {rank}: linear has null, lowrank 1 or more")
-    return rank
+def form_of(index: int, replacement: PlannedReplacement) -> Form:
+    form = Form(replacement.rank, replacement.neurons or 0)
+    if form.kind != replacement.kind:
+        raise InputError(
+            f"the plan's block {index} is {replacement.kind} with rank {form.rank} and {form.neurons} neurons, that is "
+            f"{form.kind}: linear has rank null, lowrank 1 or more, pruned 0 with neurons, hybrid both, bias neither"
+        )
+    return form
 
 
 def read_plan(file: Path) -> tuple[PlanFile, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Which blocks to replace by what: rank them by predicted damage, spend the budget, measure, adjust."""
+"""Which blocks to replace by what: the cheapest predicted damage per parameter first, as far as the budget goes."""
 
 from __future__ import annotations
 
@@ -7,229 +7,239 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
+from compressor.agreement import Agreement
 from compressor.blocks import find_blocks
 from compressor.budget import Budget, budgets_of
+from compressor.cache import Cache
 from compressor.errors import BudgetError, InputError
-from compressor.evaluating import Evaluation, Losses, compare_parts, evaluate
-from compressor.fitting import Calibration, Ranks, fit, fit_ladder
-from compressor.frontier import CLOSE_ENOUGH, Option, bracket, efficient, options_of, sequence
+from compressor.evaluating import Evaluation, Losses
+from compressor.fitting import Fitter
+from compressor.forms import Form, Forms, name_all
+from compressor.frontier import CLOSE_ENOUGH, Option, bracket, efficient, sequence
 from compressor.measuring import Profile
 from compressor.modeling_compressor import Replacement
-from compressor.models import source_of
 from compressor.patching import patch, patched
 from compressor.progress import Progress
 from compressor.sensitivity import Damage, predict_damage, sample_gradients
-from compressor.text import UNNAMED, Text
+from compressor.statistics import Statistics
+from compressor.surveying import fit_ladder
+from compressor.text import Text
+from compressor.timing import slower
+from compressor.trials import Bench, Trial, label
 from compressor.verdicts import Verdict, judge
 
 MOST_FILLS = 4
-KEPT = -1  # the rank of a block that is not replaced
+MOST_COMPENSATIONS = 3
+USUAL_GAIN = 0.85  # what compensation leaves of a plan's cost, until it was measured
+OBJECTIVES = ("speed", "size")
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One plan that was fitted and measured on the selection text, by the text's name."""
-
-    ranks: dict[int, int | None]
-    predicted: float
-    evaluations: dict[str, Evaluation]
-
-
-def predict(
-    model: Any, profile: Profile, text: Text, progress: Progress
-) -> tuple[dict[int, Tensor], dict[int, Damage]]:
-    """The output metric and the predicted damage of every block, from one backward pass over held-out windows."""
+def predict(model: Any, profile: Profile, text: Text, progress: Progress) -> dict[int, Damage]:
+    """The predicted damage of every block's linear maps, from one backward pass over held-out windows."""
     gradients = sample_gradients(model, [p.block for p in profile.blocks], text.held_out, progress)
-    metrics: dict[int, Tensor] = {}
     damages: dict[int, Damage] = {}
     for p in progress.track("predict", profile.blocks, len(profile.blocks)):
         rows = gradients.pop(p.block.index)
-        metrics[p.block.index] = rows.metric
-        damages[p.block.index] = predict_damage(p, fit_ladder(p.fit, p.held, rows.metric), rows)
-    return metrics, damages
+        damages[p.block.index] = predict_damage(fit_ladder(p.fit, p.held, rows.metric), rows)
+    return damages
 
 
 @dataclass(frozen=True)
 class Plan:
     """What to put where, why, and what it measured on the selection text. `fits` are the modules themselves."""
 
-    ranks: dict[int, int | None]
+    forms: dict[int, Form]
+    compensated: bool
     predicted: float  # nats per token
     verdicts: dict[int, Verdict]
     damages: dict[int, Damage]
+    agreement: Agreement
     selection: dict[str, Evaluation]
     trials: list[Trial]
     fits: dict[int, Replacement]
 
 
 class Planner:
-    """Search for the plan that saves most within a budget; a second search with less to spend reuses the trials."""
+    """Search for the plan that saves most within a budget; another search on the same bench reuses its trials."""
 
     def __init__(
         self,
-        model: Any,
+        bench: Bench,
         profile: Profile,
-        text: Text,
         budgets: Mapping[str, Budget],
         *,
-        batch_size: int = 8,
-        seed: int = 0,
-        progress: Progress | None = None,
         verified: Losses | None = None,
+        objective: str = "speed",
     ) -> None:
-        self.model, self.text = model, text
-        self.budgets, self.batch_size, self.seed = budgets, batch_size, seed
+        self.bench, self.budgets, self.objective = bench, budgets, objective
+        self.model, self.text, self.progress = bench.model, bench.text, bench.progress
+        self.blocks, self.damages = bench.blocks, bench.damages
         self.confidence = next(iter(budgets.values())).confidence
-        self.progress = progress or Progress()
-        self.dtype = source_of(model).dtype
-        self.blocks = [p.block for p in profile.blocks]
-        self.metrics, self.damages = predict(model, profile, text, self.progress)
-        self.verified = verified or self.losses(text.verification.windows, "verify")
-        baselines = {name: self.verified.part(part).perplexity for name, part in text.parts("verification").items()}
+        self.verified = verified or bench.losses(self.text.verification.windows, "verify")
+        parts = self.text.parts("verification")
+        baselines = {name: self.verified.part(part).perplexity for name, part in parts.items()}
         self.allowed = {name: budgets[name].dppl(baseline) for name, baseline in baselines.items()}
         # Perplexities of two texts differ; what a budget means on one is carried to the other in nats per token.
         self.limits = {name: math.log1p(self.allowed[name] / baseline) for name, baseline in baselines.items()}
         self.limit = min(self.limits.values())
         self.verdicts = {p.block.index: judge(p, self.damages[p.block.index], self.limit) for p in profile.blocks}
-        usable = [p for p in profile.blocks if self.verdicts[p.block.index].word != "unsafe"]
-        options = [options_of(p, self.damages[p.block.index]) for p in usable]
-        rows = [[o for o in row if o.damage <= 2 * self.limit and o.saved > 0] for row in options]
+        self.gain = USUAL_GAIN
+        self.banned: set[Form] = set()
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """The options of every block that may be touched, and the plans from the smallest to the largest."""
+        usable = {i: row for i, row in self.bench.options.items() if self.verdicts[i].word != "unsafe"}
+        allowed = [[o for o in row if o.saved > 0 and o.form not in self.banned] for row in usable.values()]
+        rows = [[o for o in row if o.damage <= 4 * self.limit] for row in allowed]
         self.options = [row for row in rows if row]
         self.plans = sequence([efficient(row) for row in self.options])
-        self.singles = sorted((min(row, key=lambda o: o.damage) for row in options), key=lambda o: o.damage)
-        self.before: Losses | None = None
-        self.calibration: Calibration | None = None
-        self.tried: dict[tuple[tuple[int, int | None], ...], tuple[Trial, dict[int, Replacement]]] = {}
+        self.singles = sorted((min(row, key=lambda o: o.damage) for row in allowed if row), key=lambda o: o.damage)
 
-    def losses(self, windows: Tensor, step: str) -> Losses:
-        return evaluate(self.model, windows, batch_size=self.batch_size, progress=self.progress, step=step)
-
-    def spend(self, evaluations: Mapping[str, Evaluation], tighten: float) -> float:
+    def spend(self, trial: Trial, tighten: float) -> float:
         """The share of the budget used, of the text that uses most.
 
         That is the point estimate plus the half-width to be expected on the verification text.
         """
         widths = self.text.selection.tokens / self.text.verification.tokens
         shares = []
-        for name, found in evaluations.items():
+        for name, found in trial.evaluations.items():
             nats = math.log1p(found.delta / found.baseline)
             if self.confidence > 0:
                 nats += math.log1p(max(0.0, found.upper - found.delta) / found.compressed) * widths**0.5
             shares.append(nats / (self.limits[name] * tighten))
         return max(shares)
 
-    def attempt(self, ranks: Ranks, predicted: float) -> dict[str, Evaluation]:
-        """Fit one plan in order and measure it on the selection text."""
-        key = tuple(sorted(ranks.items()))
-        if key not in self.tried:
-            windows = self.text.selection.windows
-            if self.calibration is None:
-                self.calibration = Calibration(self.model, self.blocks, self.text, self.batch_size)
-                self.before = self.losses(windows, "search")
-            assert self.before is not None
-            fits = fit(self.calibration, ranks, self.metrics, self.dtype, self.progress)
-            with patched(self.model, self.blocks, fits):
-                after = self.losses(windows, "search")
-            found = compare_parts(self.before, after, self.text.parts("selection"), self.confidence, self.seed)
-            self.tried[key] = (Trial(dict(ranks), predicted, found), fits)
-            rises = ", ".join(f"{label(name)}ΔPPL {e.delta:+.3f}" for name, e in found.items())
-            self.progress.say(f"  tried {name_all(ranks)}: selection {rises}")
-        return self.tried[key][0].evaluations
-
     def search(self, tighten: float = 1.0, ceiling: float = math.inf) -> Plan:
         """The largest plan whose measured cost fits `tighten` times the budget, or a BudgetError that says how near.
 
         `ceiling` bounds the predicted damage: a plan that verification text refused must not come back.
         """
-        target = self.limit * tighten
-        plans = [plan for plan in self.plans if plan[1] < ceiling]
-        best = bracket(plans, target, lambda k: self.spend(self.attempt(*plans[k]), tighten))
-        if best is not None:
-            return self.plan_of(self.fill(*plans[best], tighten, ceiling))
-        for option in [o for o in self.singles if o.damage < ceiling][:3]:
-            ranks = {option.index: option.rank}
-            if self.spend(self.attempt(ranks, option.damage), tighten) <= 1:
-                return self.plan_of(ranks)
-        raise BudgetError(self.explain_failure())
+        while True:
+            found = self.find(tighten, ceiling)
+            slow = self.slow_forms(found.forms) if self.objective == "speed" else set()
+            if not slow:
+                return self.plan_of(found)
+            self.progress.say(f"  smaller but slower, so not chosen: {', '.join(sorted(map(str, slow)))}")
+            self.banned |= slow
+            self.lay_out()
 
-    def fill(self, ranks: Ranks, predicted: float, tighten: float, ceiling: float) -> Ranks:
+    def find(self, tighten: float, ceiling: float) -> Trial:
+        """Plans are tried with the fits that cost nothing, then the one that fits is compensated, and made larger when
+        that leaves room."""
+        plans = [plan for plan in self.plans if plan[1] < ceiling]
+        fitting: list[Trial] = []
+        for _ in range(MOST_COMPENSATIONS):
+            best = bracket(plans, self.limit * tighten / self.gain, lambda k: self.cost(*plans[k], tighten))
+            if best is None:
+                break
+            forms, predicted = self.fill(*plans[best], tighten, ceiling)
+            plain = self.bench.attempt(forms, predicted)
+            trial = self.bench.attempt(forms, predicted, compensated=True)
+            used, without = self.spend(trial, tighten), self.spend(plain, tighten)
+            fitting += [t for t in (trial, plain) if self.spend(t, tighten) <= 1]
+            gain = min(max(used / without, 0.5), 1.0) if without > 0 else self.gain
+            settled = CLOSE_ENOUGH <= used <= 1 or abs(gain - self.gain) < 0.01
+            self.gain = gain
+            if settled:
+                break
+        if not fitting:
+            for option in [o for o in self.singles if o.damage < ceiling][:3]:
+                trial = self.bench.attempt({option.index: option.form}, option.damage)
+                if self.spend(trial, tighten) <= 1:
+                    fitting.append(trial)
+                    break
+        if not fitting:
+            raise BudgetError(self.explain_failure())
+        return max(fitting, key=lambda t: (t.saved, -self.spend(t, tighten)))
+
+    def cost(self, forms: Forms, predicted: float, tighten: float) -> float:
+        """What a plan is expected to spend once it is compensated."""
+        return self.gain * self.spend(self.bench.attempt(forms, predicted), tighten)
+
+    def fill(self, forms: Forms, predicted: float, tighten: float, ceiling: float) -> tuple[Forms, float]:
         """Spend what a plan leaves over: go further in the block that saves most and is predicted to fit."""
         target = self.limit * tighten
         refused: dict[int, int] = {}  # block → parameters saved by an option that did not fit
         for _ in range(MOST_FILLS):
-            used = self.spend(self.attempt(ranks, predicted), tighten)
+            used = self.cost(forms, predicted, tighten)
             if used >= CLOSE_ENOUGH:
                 break
             left = min((1 - used) * target / max(1.0, used * target / predicted), ceiling - predicted)
             moves = []
             for row in self.options:
-                now = next((o for o in row if ranks.get(o.index, KEPT) == o.rank), Option(row[0].index, None, 0, 0.0))
+                nothing = Option(row[0].index, Form(), 0, 0.0)
+                now = next((o for o in row if forms.get(o.index) == o.form), nothing)
                 most = refused.get(now.index, math.inf)
                 further = [o for o in row if now.saved < o.saved < most and o.damage - now.damage <= left]
                 moves += [(o.saved - now.saved, o, o.damage - now.damage) for o in further]
             if not moves:
                 break
             _, option, more = max(moves, key=lambda move: (move[0], -move[1].index))
-            larger = {**ranks, option.index: option.rank}
-            if self.spend(self.attempt(larger, predicted + more), tighten) <= 1:
-                ranks, predicted = larger, predicted + more
+            larger = {**forms, option.index: option.form}
+            if self.cost(larger, predicted + more, tighten) <= 1:
+                forms, predicted = larger, predicted + more
             else:
                 refused[option.index] = option.saved
-        return ranks
+        return forms, predicted
+
+    def slow_forms(self, forms: Forms) -> set[Form]:
+        """Forms that run slower than the block they would replace."""
+        seen: dict[tuple[Form, int], bool] = {}
+        for index, form in forms.items():
+            key = (form, self.blocks[index].parameters)
+            if key not in seen:
+                seen[key] = slower(self.model, self.blocks[index], self.bench.fitter.at_once({index: form})[index])
+        return {form for (form, _), slow in seen.items() if slow}
 
     def verify(self, plan: Plan) -> Losses:
         """The plan's losses on the verification text, which no search has seen."""
         with patched(self.model, self.blocks, plan.fits):
-            return self.losses(self.text.verification.windows, "verify")
+            return self.bench.losses(self.text.verification.windows, "verify")
 
     def without(self, plan: Plan, index: int) -> Plan | None:
-        """The plan with one block restored and the rest fitted again; a block that stands alone gets a milder map."""
-        damages = {o.index: o.damage for row in self.options for o in row if plan.ranks.get(o.index, KEPT) == o.rank}
-        ranks = {i: rank for i, rank in plan.ranks.items() if i != index}
+        """The plan with one block restored and the rest fitted again; a block that stands alone gets a milder form."""
+        damages = {o.index: o.damage for row in self.options for o in row if plan.forms.get(o.index) == o.form}
+        forms = {i: form for i, form in plan.forms.items() if i != index}
         predicted = max(0.0, plan.predicted - damages.get(index, 0.0))
-        if not ranks:
+        if not forms:
             milder = [o for row in self.options for o in row if o.index == index and o.damage < 0.8 * plan.predicted]
             if not milder:
                 return None
             option = max(milder, key=lambda o: o.saved)
-            ranks, predicted = {index: option.rank}, option.damage
-        self.attempt(ranks, predicted)
-        return self.plan_of(ranks)
+            forms, predicted = {index: option.form}, option.damage
+        return self.plan_of(self.bench.attempt(forms, predicted, compensated=plan.compensated))
 
-    def plan_of(self, ranks: Ranks) -> Plan:
-        trial, fits = self.tried[tuple(sorted(ranks.items()))]
-        return Plan(trial.ranks, trial.predicted, self.verdicts, self.damages, trial.evaluations, self.trials(), fits)
-
-    def trials(self) -> list[Trial]:
-        return [trial for trial, _ in self.tried.values()]
+    def plan_of(self, trial: Trial) -> Plan:
+        return Plan(
+            forms=trial.forms,
+            compensated=trial.compensated,
+            predicted=trial.predicted,
+            verdicts=self.verdicts,
+            damages=self.damages,
+            agreement=self.bench.agreement,
+            selection=trial.evaluations,
+            trials=self.bench.trials(),
+            fits=self.bench.fits(trial.forms, trial.compensated),
+        )
 
     def explain_failure(self) -> str:
         asked = ask_all(self.budgets)
-        if not self.tried:
+        if not self.bench.tried:
             return f"no replacement fits the budget {asked}: every block is unsafe to touch; nothing written"
-        nearest = min(self.trials(), key=lambda trial: self.spend(trial.evaluations, 1.0))
-        name, found = max(nearest.evaluations.items(), key=lambda item: self.spend(dict([item]), 1.0))
+        nearest = min(self.bench.trials(), key=lambda trial: self.spend(trial, 1.0))
+        shares = {name: e.upper / self.allowed[name] for name, e in nearest.evaluations.items()}
+        name = max(shares, key=lambda name: shares[name])
+        found = nearest.evaluations[name]
         return (
-            f"no replacement fits the budget {asked}: closest was block {name_all(nearest.ranks)} with "
+            f"no replacement fits the budget {asked}: closest was block {name_all(nearest.forms)} with "
             f"{label(name)}ΔPPL {found.delta:+.3f} (upper end {found.upper:+.3f}) on the selection text, windows of "
             f"{found.seq_len} tokens; nothing written"
         )
 
 
-def label(name: str) -> str:
-    """How a text stands before its figure; the only text needs no name."""
-    return "" if name == UNNAMED else f"{name} "
-
-
 def ask_all(budgets: Mapping[str, Budget]) -> str:
     return ", ".join(f"{label(name)}{budget}" for name, budget in budgets.items())
-
-
-def name_all(ranks: Ranks) -> str:
-    names = {i: "linear" if rank is None else f"rank {rank}" if rank else "bias" for i, rank in ranks.items()}
-    return ", ".join(f"{index} ({name})" for index, name in sorted(names.items()))
 
 
 def plan(
@@ -239,41 +249,57 @@ def plan(
     *,
     max_dppl: str | float | Mapping[str, str | float],
     confidence: float = 0.95,
+    objective: str = "speed",
     batch_size: int = 8,
     seed: int = 0,
+    cache: Cache | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Search for the largest plan inside the budget. The model is left as it was; BudgetError when nothing fits."""
     words = [f"{k}={v}" for k, v in max_dppl.items()] if isinstance(max_dppl, Mapping) else [str(max_dppl)]
     budgets = budgets_of(words, text.counts, confidence)
-    planner = Planner(model, profile, text, budgets, batch_size=batch_size, seed=seed, progress=progress)
-    return planner.search()
+    bench = Bench(model, text, confidence=confidence, batch_size=batch_size, seed=seed, cache=cache, progress=progress)
+    return Planner(bench, profile, budgets, objective=objective).search()
 
 
-def fit_ranks(
-    model: Any, ranks: Ranks, text: Text, *, batch_size: int = 8, progress: Progress | None = None
+def fit_forms(
+    model: Any,
+    forms: Forms,
+    text: Text,
+    *,
+    compensated: bool = True,
+    batch_size: int = 8,
+    cache: Cache | None = None,
+    progress: Progress | None = None,
 ) -> dict[int, Replacement]:
-    """The replacements that a search would fit for these ranks; the model is left as it was."""
-    progress = progress or Progress()
+    """The replacements that a search would fit for these forms; the model is left as it was."""
     blocks = find_blocks(model)
-    known = {block.index: block.width for block in blocks}
-    for index, rank in ranks.items():
-        if index not in known:
+    for index in forms:
+        if not 0 <= index < len(blocks):
             raise InputError(f"the plan replaces block {index}, but the model has blocks 0 to {len(blocks) - 1}")
-        if rank is not None and rank > known[index]:
-            raise InputError(f"the plan wants rank {rank} in block {index}, whose width is {known[index]}")
-    metrics: dict[int, Tensor] = {}
-    if any(ranks.values()):  # only low-rank maps weigh their output directions
-        gradients = sample_gradients(model, blocks, text.held_out, progress)
-        metrics = {index: g.metric for index, g in gradients.items()}
-    calibration = Calibration(model, blocks, text, batch_size)
-    return fit(calibration, ranks, metrics, source_of(model).dtype, progress)
+    statistics = Statistics(model, text, cache, batch_size, progress or Progress())
+    for index, form in forms.items():
+        width, neurons = blocks[index].width, statistics.neurons[index]
+        if form.rank is not None and form.rank > width:
+            raise InputError(f"the plan wants rank {form.rank} in block {index}, whose width is {width}")
+        if form.neurons > (neurons.count if neurons else 0):
+            known = f"{neurons.count} neurons" if neurons else "no neurons that are known"
+            raise InputError(f"the plan keeps {form.neurons} neurons in block {index}, which has {known}")
+    fitter = Fitter(statistics, statistics.surveys())
+    return fitter.in_order(forms) if compensated else fitter.at_once(forms)
 
 
-def apply(model: Any, plan: Plan | Ranks, text: Text, *, batch_size: int = 8, progress: Progress | None = None) -> Any:
-    """Put the replacements of a plan into the model, for good. Given ranks alone, they are fitted first."""
-    fits = (
-        plan.fits if isinstance(plan, Plan) else fit_ranks(model, plan, text, batch_size=batch_size, progress=progress)
-    )
+def apply(
+    model: Any,
+    plan: Plan | Forms,
+    text: Text,
+    *,
+    batch_size: int = 8,
+    cache: Cache | None = None,
+    progress: Progress | None = None,
+) -> Any:
+    """Put the replacements of a plan into the model, for good. Given forms alone, they are fitted first."""
+    options: dict[str, Any] = {"batch_size": batch_size, "cache": cache, "progress": progress}
+    fits = plan.fits if isinstance(plan, Plan) else fit_forms(model, plan, text, **options)
     patch(model, find_blocks(model), fits)
     return model

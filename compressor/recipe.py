@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, field_validator
@@ -71,6 +71,7 @@ class Recipe(BaseModel):
     overwrite: Annotated[bool, Field(strict=True)] = False
     max_dppl: Amounts | None = None
     confidence: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    objective: Literal["speed", "size"] = "speed"
     text: Words | None = None
     seq_len: Annotated[int, Field(strict=True, ge=2)] | None = None
     calib_tokens: Count = CALIBRATION_TOKENS

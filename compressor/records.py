@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor
 
 import compressor
+from compressor.agreement import Agreement
 from compressor.assessing import Assessment, Evaluator
 from compressor.budget import Budget
 from compressor.checkpoint import count_parameters
@@ -30,6 +31,7 @@ from compressor.planning import Plan
 from compressor.sensitivity import Damage
 from compressor.tasks import Drop, Task
 from compressor.text import SPLITS, UNNAMED, Split, Text
+from compressor.timing import Speed
 from compressor.verdicts import Verdict
 
 SCHEMA_VERSION = 1
@@ -135,14 +137,42 @@ def describe_plan(report: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """The record of a search: the profile, what stands where, and every plan that was tried."""
     trials = [
         {
-            "replacements": {str(index): rank for index, rank in trial.ranks.items()},
+            "replacements": {str(index): asdict(form) for index, form in trial.forms.items()},
+            "compensated": trial.compensated,
+            "removed": trial.saved,
             "predicted_dloss": trial.predicted,
             "texts": describe_texts(trial.evaluations),
         }
         for trial in plan.trials
     ]
     found = {"selection": describe_texts(plan.selection), "trials": trials, "tasks": {}}
-    return {**put_replacements(report, plan.fits), **found}
+    how = {"compensated": plan.compensated, "agreement": describe_agreement(plan.agreement)}
+    return {**put_replacements(report, plan.fits), **found, **how}
+
+
+def describe_agreement(agreement: Agreement) -> dict[str, Any]:
+    """Predicted against measured nats per token, one replacement in every block alone."""
+    points = [
+        {
+            "index": point.option.index,
+            "replacement": str(point.option.form),
+            "predicted": point.predicted,
+            "measured": point.measured,
+            "standard_error": point.error,
+        }
+        for point in agreement.points
+    ]
+    correlation = agreement.correlation
+    return {"rank_correlation": None if math.isnan(correlation) else correlation, "blocks": points}
+
+
+def describe_speed(speed: Speed) -> dict[str, Any]:
+    return {
+        **asdict(speed),
+        "flops_ratio": speed.flops_ratio,
+        "prefill_ratio": speed.prefill_ratio,
+        "decode_ratio": speed.decode_ratio,
+    }
 
 
 def describe_texts(evaluations: Mapping[str, Evaluation]) -> dict[str, Any]:

@@ -74,13 +74,6 @@ def feature_errors(fit: AffineMap, held: Moments) -> Tensor:
     return ((yy.diagonal() if held.whole_yy else yy) - explained).clamp_min(0)
 
 
-def error_covariance(fit: AffineMap, held: Moments) -> Tensor:
-    """E[e·eᵀ] of a map's errors e on other rows, whose moments hold the whole yy."""
-    xx, xy, yy = held.about(fit.mean_x, fit.mean_y)
-    cross = xy.T @ fit.weight
-    return (yy - cross - cross.T + fit.weight.T @ (xx @ fit.weight)) / held.weight
-
-
 def r_squared(errors: Tensor, held: Moments) -> float:
     """1 − SSE/SST over all output features, SST about the held-out mean. Nothing to explain counts as explained."""
     total, error = held.variances.sum().item(), errors.sum().item()

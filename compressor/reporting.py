@@ -13,8 +13,11 @@ from compressor.text import UNNAMED
 
 
 def name_replacement(replacement: Mapping[str, Any]) -> str:
-    kind = replacement["kind"]
-    return f"lowrank {replacement['rank']}" if kind == "lowrank" else "·" if kind == "keep" else str(kind)
+    kind, rank, neurons = (replacement.get(key) for key in ("kind", "rank", "neurons"))
+    if kind == "keep":
+        return "·"
+    words = [str(kind), str(neurons) if neurons else "", f"rank {rank}" if rank and neurons else str(rank or "")]
+    return " ".join(word for word in words if word)
 
 
 def block_table(report: Mapping[str, Any]) -> Table:
@@ -167,23 +170,35 @@ def profile_lines(report: Mapping[str, Any]) -> list[str]:
 
 def plan_lines(report: Mapping[str, Any], file: Path) -> list[str]:
     selection = [f"selection {name}: {perplexity_line(found)}" for name, found in report["selection"].items()]
-    return [*notes(report), *selection, parameters_line(report["parameters"]), f"plan: {file}"]
+    size = parameters_line(report["parameters"])
+    return [*notes(report), *agreement_lines(report), *selection, size, f"plan: {file}"]
 
 
 def result_lines(report: Mapping[str, Any]) -> list[str]:
     warnings = [f"warning: {warning}" for warning in report["warnings"]]
     figures = [*text_lines(report), *task_lines(report), *talk_lines(report), *hurt_line(report)]
-    size = parameters_line(report["parameters"])
-    return [*notes(report), *replaced_lines(report), *warnings, *figures, size, f"written to {report['out']}"]
+    size = [parameters_line(report["parameters"]), *speed_lines(report)]
+    return [*notes(report), *agreement_lines(report), *warnings, *figures, *size, f"written to {report['out']}"]
 
 
-def replaced_lines(report: Mapping[str, Any]) -> list[str]:
+def speed_lines(report: Mapping[str, Any]) -> list[str]:
+    found = report.get("speed")
+    if not found:
+        return []
     return [
-        f"block {b['index']}: FFN of {b['params_before']:,} parameters → {name_replacement(b['replacement'])} of "
-        f"{b['params_after']:,} ({b['params_before'] / b['params_after']:.1f}× fewer)"
-        for b in report["blocks"]
-        if b["params_after"] != b["params_before"]
+        f"FLOPs per token {found['flops_before']:,} → {found['flops_after']:,}  ({found['flops_ratio']:.3f}× fewer); "
+        f"measured in turns: prefill {found['prefill_ratio']:.3f}× as fast ({found['prefill_after']:.0f} tokens/s), "
+        f"decoding {found['decode_ratio']:.3f}× ({found['decode_after']:.0f} tokens/s)"
     ]
+
+
+def agreement_lines(report: Mapping[str, Any]) -> list[str]:
+    found = report.get("agreement") or {}
+    correlation = found.get("rank_correlation")
+    if correlation is None:
+        return []
+    blocks = len(found["blocks"])
+    return [f"predicted against measured Δloss over {blocks} blocks: rank correlation {correlation:.2f}"]
 
 
 def check_lines(report: Mapping[str, Any]) -> list[str]:

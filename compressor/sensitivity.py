@@ -1,7 +1,7 @@
 """What an error at a block's output costs the model, predicted from gradients without running any replacement.
 
 One backward pass over some held-out windows gives, for every block, rows of its input x and of the loss gradient g at
-its output. A replacement that errs by e then costs about E[g·e] + ½·E[(g·e)²] nats per token.
+its output. A replacement that errs by e then costs about ½·E[(g·e)²] nats per token.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from compressor.blocks import Block
 from compressor.evaluating import batches, logits_batch
-from compressor.measuring import BlockProfile
 from compressor.moments import ACCUMULATION_DTYPE
 from compressor.progress import Progress
-from compressor.regression import RankLadder, error_covariance
+from compressor.regression import RankLadder
 
 GRADIENT_TOKENS = 4096
 BACKWARD_TOKENS = 1024  # per batch: a backward pass keeps every activation
@@ -25,11 +24,11 @@ BACKWARD_TOKENS = 1024  # per batch: a backward pass keeps every activation
 
 @dataclass(frozen=True)
 class Gradients:
-    """Rows of one block: inputs x, loss gradients g at the output, and g·y with the block's own output."""
+    """Rows of one block: inputs x, outputs y, and loss gradients g at the output."""
 
     x: Tensor
+    y: Tensor
     g: Tensor
-    gy: Tensor
 
     @property
     def metric(self) -> Tensor:
@@ -79,7 +78,7 @@ def sample_gradients(
 
             def backward(gradient: Tensor) -> None:
                 g = flat(gradient)
-                found[block.index].append((x, g.clone(), (g * y).sum(-1)))
+                found[block.index].append((x, y, g.clone()))
 
             output.register_hook(backward)  # type: ignore[no-untyped-call]
 
@@ -108,17 +107,20 @@ def sample_gradients(
     }
 
 
-def predict_damage(profile: BlockProfile, ladder: RankLadder, gradients: Gradients) -> Damage:
+def predict_damage(ladder: RankLadder, gradients: Gradients) -> Damage:
     """Predicted nats of every rank at once: the error's projection on g is a running sum over the ladder's columns."""
-    x, g = gradients.x.to(ladder.inputs), gradients.g.to(ladder.inputs)
+    x, y, g = (rows.to(ladder.inputs) for rows in (gradients.x, gradients.y, gradients.g))
     coordinates = (x - ladder.mean_x) @ ladder.inputs
+    errors = ladder.mean_y - y + coordinates @ ladder.outputs.T
     steps = coordinates.mul_(g @ ladder.outputs)
-    start = (g @ ladder.mean_y - gradients.gy.to(g))[:, None]
+    start = (g @ ladder.mean_y - (g * y).sum(1))[:, None]
     projected = torch.cat([start, start + steps.cumsum(1)], dim=1)  # g·e for rank 0, 1, …, full
-    second = projected.square().mean(0) / 2
-    # The first-order term sharpens the ranking, but a negative total is sampling noise: no replacement mends a model.
-    by_rank = torch.maximum(second + projected.mean(0), 0.1 * second)
-    full = ladder.at(ladder.inputs.shape[1])
-    covariance = error_covariance(full, profile.held_plain)
-    factorised = (gradients.metric.to(covariance) * covariance).sum().item() / 2
+    # The first-order term E[g·e] is left out: over a few thousand rows it is mostly noise.
+    by_rank = projected.square().mean(0) / 2
+    factorised = (gradients.metric.to(errors) * (errors.T @ errors)).sum().item() / len(errors) / 2
     return Damage(by_rank=by_rank.cpu(), linear=by_rank[-1].item(), factorised=factorised)
+
+
+def damage_of(errors: Tensor, gradients: Gradients) -> float:
+    """Predicted nats of a replacement that errs by this much on the gradients' rows."""
+    return ((errors * gradients.g.to(errors)).sum(1).square().mean() / 2).item()

@@ -6,6 +6,8 @@ one forward pass for all blocks together.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ class Stream:
     def __init__(self, model: Any, blocks: list[Block], windows: Tensor, batch_size: int) -> None:
         self.layers = [model.get_submodule(block.layer_path) for block in blocks]
         self.position = 0
+        self.kinds = 0  # how many values a layer returns in a tuple; 0 is a bare tensor
         # What a layer is called with beside the hidden states (masks, positions) depends on the batch's shape only.
         self.calls: dict[int, list[dict[str, Any]]] = {}
         self.states: list[Tensor] = []
@@ -38,7 +41,7 @@ class Stream:
     def copy(self) -> Stream:
         """The same stream at the same place; it can advance on its own."""
         other = object.__new__(Stream)
-        other.layers, other.position, other.calls = self.layers, self.position, self.calls
+        other.layers, other.position, other.calls, other.kinds = self.layers, self.position, self.calls, self.kinds
         other.states = list(self.states)
         return other
 
@@ -48,7 +51,9 @@ class Stream:
         outputs = []
         for state in self.states:
             call = self.calls[len(state)][self.position]
-            outputs.append(hidden_of(self.layers[self.position](state, **call)))
+            output = self.layers[self.position](state, **call)
+            self.kinds = len(output) if isinstance(output, tuple) else 0
+            outputs.append(hidden_of(output))
         return outputs
 
     def advance(self, to: int) -> None:
@@ -99,3 +104,33 @@ def embed(model: Any, first: nn.Module, batch: Tensor) -> Tensor:
     finally:
         handle.remove()
     return states[0]
+
+
+@contextmanager
+def resume(model: Any, stream: Stream) -> Iterator[None]:
+    """While open, forward passes over the stream's batches, in their order, begin at the layer where the stream stands.
+
+    The layers before it hand their input on as they would their output, and the layer itself gets the stream's states.
+    """
+    turns = iter(stream.states)
+    kinds = stream.kinds
+
+    def hand_on(hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        return hidden_states if kinds == 0 else (hidden_states, *[None] * (kinds - 1))
+
+    def enter(
+        layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        _, rest = bind(layer, args, kwargs)
+        return (next(turns),), rest
+
+    skipped = stream.layers[: stream.position]
+    handle = stream.layers[stream.position].register_forward_pre_hook(enter, with_kwargs=True)
+    for layer in skipped:
+        layer.forward = hand_on
+    try:
+        yield
+    finally:
+        handle.remove()
+        for layer in skipped:
+            del layer.__dict__["forward"]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 from compressor.assessing import Evaluator, Measured
 from compressor.errors import BudgetError
-from compressor.evaluating import Evaluation
-from compressor.fitting import Ranks
+from compressor.evaluating import Evaluation, Losses
+from compressor.forms import Forms, name_all
 from compressor.patching import patched
-from compressor.planning import Plan, Planner, ask_all, label, name_all
+from compressor.planning import Plan, Planner, ask_all
 from compressor.tasks import Drop, Scores, lost_documents, score
+from compressor.trials import label
 
-MOST_VERIFICATIONS = 4  # a plan that verification text refuses is searched again with less to spend
+MOST_VERIFICATIONS = 5  # looks at the verification text
+ENOUGH, AIM = 0.8, 0.93  # of the budget: a plan that uses less is made larger, and this much is aimed at
 MOST_DOCUMENTS = 64  # per task, to find out which block loses them
 
 
@@ -26,26 +29,8 @@ def search_and_verify(planner: Planner, evaluator: Evaluator) -> tuple[Plan, Mea
     model, say = planner.model, planner.progress.say
     # All of the source is measured while it is whole; from here on only patched models are.
     before = replace(evaluator.measure(model, "source", stored=True), losses=planner.verified)
-    found = planner.search()
-    tighten, refusals, looks = 1.0, 0, 0
+    found, losses, looks = search_text(planner, evaluator, before.losses)
     while True:
-        looks += 1
-        losses = planner.verify(found)
-        texts = evaluator.compare_texts(before.losses, losses)
-        over = max(evaluation.upper / planner.allowed[name] for name, evaluation in texts.items())
-        if over > 1:
-            refusals += 1
-            refusal = missed_text(evaluator, texts, found.ranks)
-            ends = (f"{label(n)}upper end {e.upper:+.3f} of {planner.allowed[n]:.3f}" for n, e in texts.items())
-            say(f"  verification text refuses it: {'; '.join(ends)}")
-            tighten *= 0.9 / over
-            if refusals == MOST_VERIFICATIONS:
-                raise refusal
-            try:
-                found = planner.search(tighten, ceiling=0.95 * found.predicted)
-            except BudgetError:
-                raise refusal from None
-            continue
         with patched(model, planner.blocks, found.fits):
             scores = evaluator.scores(model, "compressed", stored=False)
             drops = evaluator.compare_tasks(before.scores, scores)
@@ -53,13 +38,63 @@ def search_and_verify(planner: Planner, evaluator: Evaluator) -> tuple[Plan, Mea
             if not broken:
                 written = evaluator.written(model, "compressed", stored=False)
                 return found, before, Measured(losses, scores, written), looks
-        refusal = missed_task(evaluator, drops, broken, found.ranks)
+        refusal = missed_task(evaluator, drops, broken, found.forms)
         index = worst_block(planner, evaluator, found, broken, before.scores, scores)
         say(f"  task {', '.join(broken)} refuses it: block {index} costs most and goes back")
         smaller = planner.without(found, index)
         if smaller is None:
             raise refusal
-        found = smaller
+        found, looks = smaller, looks + 1
+        losses = planner.verify(found)
+        texts = evaluator.compare_texts(before.losses, losses)
+        if share_used(planner, texts) > 1:  # a text that a smaller plan hurts more: rare, and no plan to write
+            raise missed_text(evaluator, texts, found.forms)
+
+
+def share_used(planner: Planner, texts: Mapping[str, Evaluation]) -> float:
+    """The share of the budget that the upper end uses, of the text that uses most."""
+    return max(evaluation.upper / planner.allowed[name] for name, evaluation in texts.items())
+
+
+def search_text(planner: Planner, evaluator: Evaluator, before: Losses) -> tuple[Plan, Losses, int]:
+    """The largest plan that holds on the verification text, its losses there, and how often was looked.
+
+    A plan that is refused there is searched again with less to spend; one that leaves much of the budget, with more.
+    """
+    say = planner.progress.say
+    best: tuple[Plan, Losses] | None = None
+    refusal: BudgetError | None = None
+    tighten, refused, ceiling, looks = 1.0, math.inf, math.inf, 0
+    while looks < MOST_VERIFICATIONS:
+        try:
+            found = planner.search(tighten, ceiling)
+        except BudgetError:
+            if best is None and refusal is None:
+                raise
+            break
+        if best is not None and found.forms == best[0].forms:
+            break
+        looks += 1
+        losses = planner.verify(found)
+        texts = evaluator.compare_texts(before, losses)
+        used = share_used(planner, texts)
+        ends = "; ".join(f"{label(n)}upper end {e.upper:+.3f} of {planner.allowed[n]:.3f}" for n, e in texts.items())
+        if used > 1:
+            say(f"  verification text refuses it: {ends}")
+            refusal = missed_text(evaluator, texts, found.forms)
+            refused, ceiling = min(refused, tighten), 0.99 * found.predicted
+            tighten *= AIM / used
+        else:
+            say(f"  verification text holds: {ends}")
+            best = (found, losses)
+            if used >= ENOUGH:
+                break
+            # Between what held and what was refused; a text that costs nothing must not send the next step too far.
+            tighten = min(tighten * min(AIM / max(used, 0.2), 3.0), (tighten + refused) / 2)
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return *best, looks
 
 
 def broken_tasks(evaluator: Evaluator, drops: Mapping[str, Drop]) -> list[str]:
@@ -76,12 +111,12 @@ def worst_block(
     after: Mapping[str, Scores],
 ) -> int:
     """The block whose return wins back most of the documents that the broken tasks lost."""
-    if len(plan.ranks) == 1:
-        return next(iter(plan.ranks))
-    won: dict[int, float] = dict.fromkeys(plan.ranks, 0.0)
+    if len(plan.forms) == 1:
+        return next(iter(plan.forms))
+    won: dict[int, float] = dict.fromkeys(plan.forms, 0.0)
     for task in (task for task in evaluator.tasks if task.name in broken):
         lost = lost_documents(task, before[task.name], after[task.name], MOST_DOCUMENTS)
-        for index in plan.ranks if lost else []:
+        for index in plan.forms if lost else []:
             rest = {i: module for i, module in plan.fits.items() if i != index}
             with patched(planner.model, planner.blocks, rest):
                 found = score(
@@ -95,36 +130,36 @@ def worst_block(
                 )
             gain = found[task.metric] - after[task.name][task.metric][lost]
             won[index] += task.better * gain.sum().item()
-    return max(plan.ranks, key=lambda index: (won[index], planner.damages[index].linear, -index))
+    return max(plan.forms, key=lambda index: (won[index], planner.damages[index].linear, -index))
 
 
-def refuse_missed(evaluator: Evaluator, before: Measured, after: Measured, ranks: Ranks) -> None:
+def refuse_missed(evaluator: Evaluator, before: Measured, after: Measured, forms: Forms) -> None:
     """BudgetError when a given plan does not hold."""
     texts = evaluator.compare_texts(before.losses, after.losses)
     if any(e.upper > evaluator.budgets[name].dppl(e.baseline) for name, e in texts.items()):
-        raise missed_text(evaluator, texts, ranks)
+        raise missed_text(evaluator, texts, forms)
     drops = evaluator.compare_tasks(before.scores, after.scores)
     broken = broken_tasks(evaluator, drops)
     if broken:
-        raise missed_task(evaluator, drops, broken, ranks)
+        raise missed_task(evaluator, drops, broken, forms)
 
 
-def missed_text(evaluator: Evaluator, texts: Mapping[str, Evaluation], ranks: Ranks) -> BudgetError:
+def missed_text(evaluator: Evaluator, texts: Mapping[str, Evaluation], forms: Forms) -> BudgetError:
     allowed = {name: evaluator.budgets[name].dppl(e.baseline) for name, e in texts.items()}
     name = max(texts, key=lambda name: texts[name].upper / allowed[name])
     found = texts[name]
     return BudgetError(
         f"the budget {ask_all(evaluator.budgets)} is missed on the verification text: closest was block "
-        f"{name_all(ranks)} with {label(name)}ΔPPL {found.delta:+.3f} (upper end {found.upper:+.3f}, allowed "
+        f"{name_all(forms)} with {label(name)}ΔPPL {found.delta:+.3f} (upper end {found.upper:+.3f}, allowed "
         f"{allowed[name]:+.3f}; windows of {found.seq_len} tokens); nothing written"
     )
 
 
-def missed_task(evaluator: Evaluator, drops: Mapping[str, Drop], broken: list[str], ranks: Ranks) -> BudgetError:
+def missed_task(evaluator: Evaluator, drops: Mapping[str, Drop], broken: list[str], forms: Forms) -> BudgetError:
     name = max(broken, key=lambda name: drops[name].upper - (evaluator.limits[name] or 0.0))
     found, limit = drops[name], evaluator.limits[name] or 0.0
     hint = "; more documents (--task-limit) would narrow the interval" if found.drop <= limit else ""
     return BudgetError(
-        f"the budget of task {name} is missed: closest was block {name_all(ranks)} with a drop of {found.drop:+.4f} "
+        f"the budget of task {name} is missed: closest was block {name_all(forms)} with a drop of {found.drop:+.4f} "
         f"(upper end {found.upper:+.4f}, allowed {limit:g}, {found.documents} documents{hint}); nothing written"
     )

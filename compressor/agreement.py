@@ -1,0 +1,116 @@
+"""Whether the predictions hold: the measured cost of one replacement in every block, beside what was predicted.
+
+Each block alone gives half of its neurons away (a block without known neurons becomes linear). The forward pass begins
+at the block, for nothing before it changes. Where the two differ, the block's other predictions are corrected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compressor.cache import Cache
+from compressor.evaluating import evaluate, logits_batch
+from compressor.fitting import Fitter
+from compressor.frontier import Option
+from compressor.patching import patched
+from compressor.progress import Progress
+from compressor.statistics import Statistics
+from compressor.stream import Stream, resume
+from compressor.surveying import Survey
+from compressor.text import Text
+
+TOKENS = 4096
+LIMITS = (0.25, 4.0)  # how far a prediction is corrected
+
+
+@dataclass(frozen=True)
+class Point:
+    """One replacement in one block alone: predicted and measured nats per token, with the standard error."""
+
+    option: Option
+    predicted: float
+    measured: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    points: list[Point]
+
+    @property
+    def correlation(self) -> float:
+        """Spearman's, over blocks."""
+        return rank_correlation([p.predicted for p in self.points], [p.measured for p in self.points])
+
+    def factors(self) -> dict[int, float]:
+        """By how much to multiply a block's predictions. A measurement inside its own noise says little."""
+        logs = [math.log(clamped(p)) for p in self.points]
+        usual = sorted(logs)[len(logs) // 2] if logs else 0.0
+        found = {}
+        for point, log in zip(self.points, logs, strict=True):
+            trust = point.predicted**2 / (point.predicted**2 + point.error**2 + 1e-300)
+            found[point.option.index] = math.exp(trust * log + (1 - trust) * usual)
+        return found
+
+
+def clamped(point: Point) -> float:
+    if point.predicted <= 0:
+        return 1.0
+    return min(max(point.measured / point.predicted, LIMITS[0]), LIMITS[1])
+
+
+def rank_correlation(first: list[float], second: list[float]) -> float:
+    """Spearman's: Pearson's of the ranks. NaN for fewer than three points."""
+    if len(first) < 3:
+        return math.nan
+    ranks = [torch.tensor(values).argsort().argsort().double() for values in (first, second)]
+    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
+
+
+def typical(survey: Survey) -> Option:
+    """The half of the neurons, or the linear map."""
+    pruned = [o for o in survey.options if o.form.kind == "pruned"]
+    if survey.neurons is None or not pruned:
+        return next(o for o in survey.options if o.form.kind == "linear")
+    half = survey.neurons.count / 2
+    return min(pruned, key=lambda o: abs(o.form.neurons - half))
+
+
+def measure_agreement(
+    statistics: Statistics, surveys: Mapping[int, Survey], fitter: Fitter, text: Text, cache: Cache, progress: Progress
+) -> Agreement:
+    """Every block's typical replacement alone, on the first windows of the selection text."""
+    model: Any = statistics.model
+    windows = text.selection.windows[: max(2, TOKENS // text.seq_len)]
+    options = {index: typical(survey) for index, survey in surveys.items()}
+    key = {
+        **statistics.key(statistics.blocks[0]),
+        "what": "agreement",
+        "forms": {index: str(option.form) for index, option in options.items()},
+        "selection": text.selection.sha256,
+    }
+
+    def measure() -> dict[str, torch.Tensor]:
+        size = logits_batch(model, text.seq_len, statistics.batch_size)
+        before = evaluate(model, windows, batch_size=size).windows
+        stream = Stream(model, statistics.blocks, windows, size)
+        rows = []
+        for index, option in progress.track("agreement", sorted(options.items()), len(options)):
+            fits = fitter.at_once({index: option.form})
+            stream.advance(index)
+            with patched(model, statistics.blocks, fits), resume(model, stream):
+                rise = evaluate(model, windows, batch_size=size).windows - before
+            rows.append(torch.stack([rise.mean(), rise.std() / len(rise) ** 0.5]))
+        return {"rises": torch.stack(rows)}
+
+    rises = cache.get("agreement", key, measure)["rises"].tolist()
+    points = [
+        Point(option, option.damage, measured, error)
+        for (_, option), (measured, error) in zip(sorted(options.items()), rises, strict=True)
+    ]
+    return Agreement(points)
