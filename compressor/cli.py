@@ -42,10 +42,21 @@ class WholeJob(TyperGroup):
     """`compress MODEL …` is the command `run`, which nobody has to type."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        args = args or ["--help"]
+        args = spread(args) or ["--help"]
         if args[0] not in self.commands and args[0] not in ("--help", "--version"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
+
+
+def spread(args: list[str]) -> list[str]:
+    """`--max-dppl 0.5 1 2` is `--max-dppl 0.5 --max-dppl 1 --max-dppl 2`."""
+    found: list[str] = []
+    amounts = False
+    for arg in args:
+        amounts = amounts and arg.removesuffix("%").replace(".", "", 1).isdigit()
+        found += ["--max-dppl", arg] if amounts and found[-1] != "--max-dppl" else [arg]
+        amounts = amounts or arg == "--max-dppl"
+    return found
 
 
 app = typer.Typer(
@@ -183,17 +194,22 @@ def plan(
     device: opt.Device = None,
     dtype: opt.Dtype = None,
     revision: opt.Revision = None,
+    cache: opt.CacheDirectory = None,
+    no_cache: opt.NoCache = False,
     trust_remote_code: opt.Trust = False,
     as_json: opt.Json = False,
     debug: opt.Debug = False,
 ) -> None:
-    """Measure and search: write plan.json, touch no weights."""
+    """Measure and search: write plan.json, touch no weights. Several budgets (--max-dppl 0.5 1 2) give the frontier."""
     values = recipe_keys(locals())
     refuse_early(model, values)
     from compressor import pipeline, recipe, reporting
 
     settings = recipe.resolve(recipe_file, values)
-    report = pipeline.plan(settings, plan_out, begin(trust_remote_code))
+    report = pipeline.plan(settings, plan_out, begin(trust_remote_code, cache, no_cache))
+    if "frontier" in report:
+        emit(report, as_json, reporting.frontier_lines(report, plan_out), reporting.frontier_table(report))
+        raise typer.Exit(DONE if any(point["removed"] for point in report["frontier"]) else MISSED)
     emit(report, as_json, reporting.plan_lines(report, plan_out), reporting.block_table(report))
 
 

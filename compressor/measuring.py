@@ -6,6 +6,7 @@ then give the held-out moments and, per window, the squared error of that map, s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from compressor.regression import AffineMap, decompose, effective_rank, feature_
 from compressor.text import Text
 
 TOP_ROWS = 0.001
+FIGURES = ("r2_lin", "r2_stream", "r2_median", "effective_rank", "condition_number", "top_row_share")
 RESAMPLES = 2000
 
 
@@ -36,8 +38,9 @@ class BlockProfile:
     effective_rank: float
     condition_number: float
     top_row_share: float
-    fit: Moments = field(repr=False)  # stream-weighted, fitting windows
-    held: Moments = field(repr=False)  # stream-weighted, held-out windows
+    # Stream-weighted moments of the fitting and of the held-out windows; a profile that was read from disk has none.
+    fit: Moments | None = field(default=None, repr=False)
+    held: Moments | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,20 @@ class Profile:
     rows_fitted: int
     rows_held_out: int
     seq_len: int
+
+    def pack(self) -> dict[str, Tensor]:
+        """Everything but the moments, as tensors for the cache."""
+        rows = [[*(getattr(p, name) for name in FIGURES), *p.r2_lin_ci95] for p in self.blocks]
+        figures = torch.tensor(rows, dtype=ACCUMULATION_DTYPE)
+        return {"figures": figures, "rows": torch.tensor([self.rows_fitted, self.rows_held_out, self.seq_len])}
+
+
+def unpack_profile(blocks: list[Block], kept: Mapping[str, Tensor]) -> Profile:
+    profiles = []
+    for block, (*figures, low, high) in zip(blocks, kept["figures"].tolist(), strict=True):
+        profiles.append(BlockProfile(block=block, r2_lin_ci95=(low, high), **dict(zip(FIGURES, figures, strict=True))))
+    fitted, held_out, seq_len = kept["rows"].tolist()
+    return Profile(profiles, fitted, held_out, seq_len)
 
 
 def stream_weights(h: Tensor) -> Tensor:

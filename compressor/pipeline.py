@@ -14,14 +14,15 @@ from compressor.blocks import find_blocks
 from compressor.budget import drops_of
 from compressor.cache import Cache
 from compressor.checkpoint import count_parameters, refuse_foreign_code
-from compressor.errors import InputError
+from compressor.errors import BudgetError, InputError
+from compressor.figures import draw_frontier
 from compressor.generating import opening_prompts, read_prompts
-from compressor.measuring import measure
+from compressor.measuring import Profile, measure, unpack_profile
 from compressor.modeling_compressor import Replacement
-from compressor.models import context_of, load, quiet, source_of
+from compressor.models import context_of, identify, load, quiet, source_of
 from compressor.patching import patch, patched
 from compressor.planfile import read_plan
-from compressor.planning import Planner, fit_forms, predict
+from compressor.planning import Plan, Planner, fit_forms, predict
 from compressor.progress import Progress
 from compressor.recipe import Recipe
 from compressor.records import (
@@ -36,7 +37,7 @@ from compressor.saving import check_output, save, write_json
 from compressor.taskfiles import BUILT_IN_TASK
 from compressor.tasks import Task, open_tasks
 from compressor.text import SPLITS, Text, load_text, split_text
-from compressor.timing import measure_speed
+from compressor.timing import flops_per_token, measure_speed
 from compressor.trials import Bench
 from compressor.verdicts import judge
 from compressor.walkback import refuse_missed, search_and_verify
@@ -178,29 +179,82 @@ def profile(recipe: Recipe, setting: Setting) -> dict[str, Any]:
     return {**report, "recipe": job.recipe.settings(), "timings": job.timings()}
 
 
-def prepare(job: Job, evaluator: Evaluator) -> tuple[Planner, dict[str, Any]]:
+def prepare(job: Job, evaluator: Evaluator, *, compensate: bool = True) -> tuple[Planner, dict[str, Any]]:
     """Measure every block; a planner that is ready to search, and the record so far."""
     recipe = job.recipe
     options: dict[str, Any] = {"batch_size": recipe.batch_size, "seed": recipe.seed, "progress": job.setting.progress}
-    measured = measure(job.model, job.text, **options)
+    measured = measure_once(job, options)
     verified = evaluator.losses(job.model, "verify", stored=True)
     bench = Bench(job.model, job.text, confidence=recipe.confidence, cache=job.setting.cache, **options)
-    planner = Planner(bench, measured, evaluator.budgets, verified=verified, objective=recipe.objective)
+    how: dict[str, Any] = {"objective": recipe.objective, "compensate": compensate}
+    planner = Planner(bench, measured, evaluator.budgets, verified=verified, **how)
     report = describe_profile(job.model, job.text, measured, planner.verdicts, planner.damages)
     report["budget"] = describe_budget(planner.budgets, planner.allowed)
     return planner, {**report, "recipe": recipe.settings()}
 
 
+def measure_once(job: Job, options: dict[str, Any]) -> Profile:
+    """The profile, from the cache when this model was measured on this text before."""
+    cache = job.setting.cache or Cache(None, job.setting.progress)
+    key = {
+        **identify(job.model),
+        "what": "profile",
+        "text": job.text.calibration.sha256,
+        "seq_len": job.text.seq_len,
+        "batch": job.recipe.batch_size,
+        "seed": job.recipe.seed,
+    }
+    kept = cache.get("profile", key, lambda: measure(job.model, job.text, **options).pack())
+    return unpack_profile(find_blocks(job.model), kept)
+
+
 def plan(recipe: Recipe, out: Path, setting: Setting) -> dict[str, Any]:
-    """Measure and search; write the plan, touch no weights."""
+    """Measure and search; write the plan, touch no weights. Several budgets give one plan each, and the frontier."""
     recipe.require_budget()
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise InputError(f"--out {out} cannot be written; name a file in an existing directory, such as plan.json")
-    job = open_job(recipe, setting)
-    planner, report = prepare(job, job.evaluator())
-    report = describe_plan(report, planner.search()) | {"timings": job.timings()}
-    write_json(out, report)
-    return report
+    budgets = recipe.several_budgets()
+    job = open_job(recipe.model_copy(update={"max_dppl": budgets[0]}), setting)
+    planner, report = prepare(job, job.evaluator(), compensate=len(budgets) == 1)
+    if len(budgets) == 1:
+        report = describe_plan(report, planner.search()) | {"timings": job.timings()}
+        write_json(out, report)
+        return report
+    points = []
+    for words in budgets:
+        asked = recipe.model_copy(update={"max_dppl": words}).budgets(job.text.counts)
+        try:
+            found = planner.with_budgets(asked).search()
+        except BudgetError as error:
+            points.append({"asked": words[0], "removed": 0, "removed_fraction": 0.0, "reason": str(error)})
+            continue
+        file = out.with_name(f"{out.stem}-{words[0].replace('%', 'pct')}{out.suffix}")
+        settings = {**report["recipe"], "max_dppl": words[0]}
+        whole = {**report, "recipe": settings, "budget": describe_budget(asked, planner.with_budgets(asked).allowed)}
+        whole = describe_plan(whole, found)
+        write_json(file, whole | {"timings": job.timings()})
+        points.append({"asked": words[0], "file": str(file), **describe_point(job, found, whole)})
+    frontier = {**report, "frontier": points, "timings": job.timings()}
+    write_json(out, frontier)
+    frontier["figures"] = draw_frontier(points, out, job.recipe.model or "", job.text.seq_len)
+    return frontier
+
+
+def describe_point(job: Job, found: Plan, whole: dict[str, Any]) -> dict[str, Any]:
+    """One point of the frontier: what goes, and what it costs on the selection text."""
+    before = flops_per_token(job.model, job.text.seq_len)
+    with patched(job.model, find_blocks(job.model), found.fits):
+        after = flops_per_token(job.model, job.text.seq_len)
+    sizes = whole["parameters"]
+    return {
+        "removed": sizes["removed"],
+        "removed_fraction": sizes["removed_fraction"],
+        "flops_per_token": after,
+        "flops_ratio": before / after,
+        "predicted_dloss": found.predicted,
+        "texts": whole["selection"],
+        "blocks": len(found.forms),
+    }
 
 
 def compress(recipe: Recipe, setting: Setting) -> dict[str, Any]:

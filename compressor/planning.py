@@ -40,6 +40,8 @@ def predict(model: Any, profile: Profile, text: Text, progress: Progress) -> dic
     damages: dict[int, Damage] = {}
     for p in progress.track("predict", profile.blocks, len(profile.blocks)):
         rows = gradients.pop(p.block.index)
+        assert p.fit is not None
+        assert p.held is not None
         damages[p.block.index] = predict_damage(fit_ladder(p.fit, p.held, rows.metric), rows)
     return damages
 
@@ -70,8 +72,10 @@ class Planner:
         *,
         verified: Losses | None = None,
         objective: str = "speed",
+        compensate: bool = True,
     ) -> None:
-        self.bench, self.budgets, self.objective = bench, budgets, objective
+        self.bench, self.budgets, self.objective, self.compensate = bench, budgets, objective, compensate
+        self.profile = profile
         self.model, self.text, self.progress = bench.model, bench.text, bench.progress
         self.blocks, self.damages = bench.blocks, bench.damages
         self.confidence = next(iter(budgets.values())).confidence
@@ -83,9 +87,14 @@ class Planner:
         self.limits = {name: math.log1p(self.allowed[name] / baseline) for name, baseline in baselines.items()}
         self.limit = min(self.limits.values())
         self.verdicts = {p.block.index: judge(p, self.damages[p.block.index], self.limit) for p in profile.blocks}
-        self.gain = USUAL_GAIN
+        self.gain = USUAL_GAIN if compensate else 1.0
         self.banned: set[Form] = set()
         self.lay_out()
+
+    def with_budgets(self, budgets: Mapping[str, Budget]) -> Planner:
+        """A planner for another budget on the same bench."""
+        how: dict[str, Any] = {"objective": self.objective, "compensate": self.compensate}
+        return Planner(self.bench, self.profile, budgets, verified=self.verified, **how)
 
     def lay_out(self) -> None:
         """The options of every block that may be touched, and the plans from the smallest to the largest."""
@@ -135,6 +144,9 @@ class Planner:
                 break
             forms, predicted = self.fill(*plans[best], tighten, ceiling)
             plain = self.bench.attempt(forms, predicted)
+            if not self.compensate:
+                fitting += [plain] if self.spend(plain, tighten) <= 1 else []
+                break
             trial = self.bench.attempt(forms, predicted, compensated=True)
             used, without = self.spend(trial, tighten), self.spend(plain, tighten)
             fitting += [t for t in (trial, plain) if self.spend(t, tighten) <= 1]

@@ -108,6 +108,11 @@ class Recipe(BaseModel):
         except ValueError:
             return words[0]
 
+    def several_budgets(self) -> list[list[str]]:
+        """Budgets for all texts together, smallest first, when there are several; else the one as it is."""
+        words = self.max_dppl or []
+        return [[word] for word in words] if len(words) > 1 and not any("=" in word for word in words) else [words]
+
     def budgets(self, texts: Iterable[str]) -> dict[str, Budget]:
         """The budget of every text that is measured."""
         return budgets_of(self.require_budget(), texts, self.confidence)

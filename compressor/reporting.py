@@ -174,6 +174,37 @@ def plan_lines(report: Mapping[str, Any], file: Path) -> list[str]:
     return [*notes(report), *agreement_lines(report), *selection, size, f"plan: {file}"]
 
 
+def frontier_table(report: Mapping[str, Any]) -> Table:
+    """One line per budget: what goes, and what it costs on the selection text."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("budget", "removed", "parameters", "FLOPs per token", "ΔPPL", "95 % interval", "blocks", "plan"):
+        table.add_column(name, justify="left" if name == "plan" else "right")
+    for point in report["frontier"]:
+        if not point["removed"]:
+            table.add_row(point["asked"], "0", "·", "·", "·", "·", "0", "nothing fits")
+            continue
+        worst = max(point["texts"].values(), key=lambda text: text["delta"] / text["baseline"])
+        low, high = worst["delta_ci95"]
+        table.add_row(
+            point["asked"],
+            f"{point['removed_fraction']:.2%}",
+            f"−{point['removed']:,}",
+            f"{point['flops_ratio']:.3f}× fewer",
+            f"{worst['delta']:+.3f}",
+            f"{low:+.3f} … {high:+.3f}",
+            str(point["blocks"]),
+            Path(point["file"]).name,
+        )
+    return table
+
+
+def frontier_lines(report: Mapping[str, Any], file: Path) -> list[str]:
+    text = report["text"]
+    where = f"ΔPPL on the selection text, {text['selection']['tokens']:,} tokens, windows of {text['seq_len']}"
+    note = "before compensation, which `compress MODEL --max-dppl …` adds"
+    return [*agreement_lines(report), f"{where}; {note}", f"written: {', '.join([str(file), *report['figures']])}"]
+
+
 def result_lines(report: Mapping[str, Any]) -> list[str]:
     warnings = [f"warning: {warning}" for warning in report["warnings"]]
     figures = [*text_lines(report), *task_lines(report), *talk_lines(report), *hurt_line(report)]

@@ -285,12 +285,12 @@ def choose_strength(
         block = scaled.gram[places][:, places]
         block.diagonal().add_(ridge)
         found = torch.cholesky_solve(torch.cat(wanted, dim=1)[places], torch.linalg.cholesky(block))
-        parts = [base.clone(), torch.zeros_like(base)]
-        for k in range(len(wanted)):
-            parts[k][places] += found[:, k * outputs : (k + 1) * outputs] @ root[0]
+        parts = [base.clone(), torch.zeros_like(base)][: len(wanted)]
+        for k, part in enumerate(parts):
+            part[places] += found[:, k * outputs : (k + 1) * outputs] @ root[0]
         seen = [other.gram @ part for part in parts]
         for target in (0.0,) if scaled.cross is None else TARGETS:
-            whole, through = parts[0] + target * parts[1], seen[0] + target * seen[1]
+            whole, through = parts[0] + target * parts[-1], seen[0] + target * seen[-1]
             error = (whole * through).sum().item()
             if other.cross is not None:
                 error -= 2 * (whole * (other.cross @ root[0])).sum().item()

@@ -17,12 +17,12 @@ from compressor.moments import ACCUMULATION_DTYPE, Moments
 from compressor.neurons import Neurons
 from compressor.regression import RankLadder, choose_ridge, decompose, reduce_rank
 from compressor.sensitivity import Damage, Gradients, damage_of, predict_damage
-from compressor.subsets import Elimination, Fitted, choose_strength, eliminate, refit, root_of, scale
+from compressor.subsets import FREE, Elimination, Fitted, choose_strength, eliminate, refit, root_of, scale
 
-KEPT = (0.97, 0.94, 0.91, 0.87, 0.83, 0.78, 0.72, 0.65, 0.57, 0.48, 0.38, 0.28, 0.18, 0.1, 0.05)  # of the neurons
+KEPT = (0.97, 0.94, 0.91, 0.87, 0.83, 0.78, 0.71, 0.61, 0.5, 0.38, 0.25, 0.13, 0.05)  # of the neurons
 RANKS = (0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)  # of the width
 ROUND = 8  # neurons come in multiples of this, which matrix products like, when there are many
-PROBES = 4  # candidates per block whose damage is computed row by row; the others lie between them
+PROBES = 3  # candidates of each kind whose damage is computed row by row; the others lie between them
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,12 @@ def survey(
         orders = torch.stack([run.order.cpu() for run in runs])
         typical = orders[0, neurons.count // 4 :].to(outer.device).sort().values
         ridges[1] = choose_strength(fit, held, outer, typical, 0, root)[0]
-        half = Form(0, rounded(neurons.count / 2, neurons.count))
 
         def probe(form: Form) -> float:
             made = best_fit(fit, bias, outer, form, orders, root, (ridges[0], ridges[1]))
             return damage_of(errors_of(made, neurons, gradients), gradients)
 
-        table += neuron_options(block, neurons, runs, probe, half)
+        table += neuron_options(block, neurons, runs, probe)
     scalars = [damage.linear, damage.factorised, *ridges, float(fit.rows)]
     return {
         "weight": fit.weight.cpu().reshape(1),
@@ -124,41 +123,39 @@ def rounded(count: float, neurons: int) -> int:
 
 
 def neuron_options(
-    block: Block, neurons: Neurons, runs: list[Elimination], probe: Callable[[Form], float], half: Form
+    block: Block, neurons: Neurons, runs: list[Elimination], probe: Callable[[Form], float]
 ) -> list[tuple[int, int, float]]:
-    """(rank, neurons, damage) of the efficient forms with neurons, and of the half of them without linear part.
-
-    A form's error in the metric is known exactly; its damage is computed for a few and scaled for the others.
-    """
+    """(rank, neurons, damage) of the efficient forms with neurons, those without a linear part and those with one."""
     found: dict[Form, float] = {}
     for run in runs:
         for mark in run.marks:
-            count = len(mark.kept)
-            if count == 0:
-                continue
-            ranks = {min(round(share * block.width), block.width // 2) for share in RANKS}
-            free = int((mark.errors > mark.errors[-1] + 1e-7 * run.total).sum())
-            for rank in {*ranks, *({free} if 2 * free < block.width else set())}:
-                form = Form(rank, count)
-                found[form] = min(found.get(form, math.inf), mark.errors[rank].item())
+            free = int((mark.errors > mark.errors[-1] + FREE * run.total).sum())
+            for rank in {round(share * block.width) for share in RANKS} | {free}:
+                if len(mark.kept) and 2 * rank < block.width:
+                    form = Form(rank, len(mark.kept))
+                    found[form] = min(found.get(form, math.inf), mark.errors[rank].item())
     options = [
         Option(block.index, form, block.parameters - form.parameters(block.width, neurons.size), error)
         for form, error in found.items()
     ]
-    front = efficient(options)
-    if half in found and half not in {o.form for o in front}:
-        front.append(next(o for o in options if o.form == half))
-    front.sort(key=lambda o: o.damage)
+    pruned = [option for option in options if option.form.rank == 0]
+    hybrid = [option for option in options if option.form.rank != 0]
+    return [row for some in (pruned, hybrid) for row in predicted(efficient(some), probe)]
+
+
+def predicted(front: list[Option], probe: Callable[[Form], float]) -> list[tuple[int, int, float]]:
+    """Damages from errors: a form's error in the metric is known exactly, its damage is computed for a few of them, and
+    their ratio lies in between for the others."""
+    front = sorted(front, key=lambda option: option.damage)
     places = sorted({round(k * (len(front) - 1) / max(1, PROBES - 1)) for k in range(PROBES)}) if front else []
-    errors = torch.tensor([max(o.damage, 1e-300) for o in front], dtype=torch.float64).log()
-    ratios = {k: probe(front[k].form) / max(front[k].damage, 1e-300) for k in places}
+    errors = [math.log(max(option.damage, 1e-300)) for option in front]
+    ratios = {k: math.log(max(probe(front[k].form), 1e-300)) - errors[k] for k in places}
     table = []
     for k, option in enumerate(front):
         low, high = max(p for p in places if p <= k), min(p for p in places if p >= k)
-        share = 0.0 if low == high else float((errors[k] - errors[low]) / (errors[high] - errors[low]).clamp_min(1e-12))
-        damage = option.damage * ratios[low] ** (1 - share) * ratios[high] ** share
-        assert option.form.rank is not None
-        table.append((option.form.rank, option.form.neurons, damage))
+        share = (errors[k] - errors[low]) / max(errors[high] - errors[low], 1e-12)
+        damage = math.exp(errors[k] + (1 - share) * ratios[low] + share * ratios[high])
+        table.append((option.form.rank or 0, option.form.neurons, damage))
     return table
 
 

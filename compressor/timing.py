@@ -17,7 +17,8 @@ from compressor.patching import patched
 
 ROWS = 512
 REPEATS = 7
-SLOWER = 1.05  # times the block's own time: beyond what two runs of the same module differ by
+SLOWER = 1.05  # times the own time of a block, and
+SLOWER_BY = 5e-5  # seconds more: beyond what two runs of the same module differ by
 PREFILL_TOKENS = 1024
 DECODED = 16
 TURNS = 4
@@ -95,7 +96,7 @@ def slower(model: Any, block: Block, replacement: Replacement) -> bool:
         return output  # type: ignore[no-any-return]
 
     own, other = alternate(original, lambda: replacement(x), x.device, REPEATS)
-    return other > SLOWER * own
+    return other > SLOWER * own and other - own > SLOWER_BY
 
 
 @torch.no_grad()

@@ -49,13 +49,14 @@ class Bench:
         self.model, self.text = model, text
         self.confidence, self.batch_size, self.seed = confidence, batch_size, seed
         self.progress = progress or Progress()
+        self.cache = cache or Cache(None, self.progress)
         self.statistics = Statistics(model, text, cache, batch_size, self.progress)
         self.blocks = self.statistics.blocks
         self.surveys = self.statistics.surveys()
         self.damages = {index: survey.damage for index, survey in self.surveys.items()}
         self.fitter = Fitter(self.statistics, self.surveys)
         self.agreement: Agreement = measure_agreement(
-            self.statistics, self.surveys, self.fitter, text, cache or Cache(None, self.progress), self.progress
+            self.statistics, self.surveys, self.fitter, text, self.cache, self.progress
         )
         self.progress.say(
             f"predicted against measured Δloss of {len(self.blocks)} blocks: rank correlation "
@@ -77,11 +78,8 @@ class Bench:
         """Fit one plan and measure it on the selection text."""
         key = (compensated, *sorted(forms.items(), key=lambda item: item[0]))
         if key not in self.tried:
-            windows = self.text.selection.windows
-            self.before = self.before or self.losses(windows, "search")
-            fits = self.fits(forms, compensated)
-            with patched(self.model, self.blocks, fits):
-                after = self.losses(windows, "search")
+            self.before = self.before or self.on_selection({}, False)
+            after = self.on_selection(forms, compensated)
             found = compare_parts(self.before, after, self.text.parts("selection"), self.confidence, self.seed)
             saved = sum(self.surveys[index].saved(form) for index, form in forms.items())
             self.tried[key] = Trial(dict(forms), predicted, saved, compensated, found)
@@ -89,6 +87,22 @@ class Bench:
             how = ", compensated" if compensated else ""
             self.progress.say(f"  tried {summary(forms)}{how}: {saved:,} parameters, selection {rises}")
         return self.tried[key]
+
+    def on_selection(self, forms: Forms, compensated: bool) -> Losses:
+        """The losses of a plan on the selection text; what was tried in an earlier run is not run again."""
+
+        def run() -> dict[str, Tensor]:
+            with patched(self.model, self.blocks, self.fits(forms, compensated) if forms else {}):
+                return {"nats": self.losses(self.text.selection.windows, "search").nats}
+
+        key = {
+            **self.statistics.key(self.blocks[0]),
+            "what": "trial",
+            "forms": {index: str(form) for index, form in sorted(forms.items())},
+            "compensated": compensated,
+            "selection": self.text.selection.sha256,
+        }
+        return Losses(self.cache.get("", key, run)["nats"])
 
     def fits(self, forms: Forms, compensated: bool) -> dict[int, Replacement]:
         """The modules of a plan. Those that took a pass over the text are kept."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from planted import LinearFFN, WildFFN, planted_model, random_text
@@ -13,30 +15,38 @@ from compressor.blocks import Block, Rows, find_blocks, watch
 from compressor.budget import Budget
 from compressor.errors import BudgetError, InputError
 from compressor.evaluating import evaluate
-from compressor.fitting import Calibration, fit, replacement_parameters
+from compressor.fitting import Fitter
+from compressor.forms import Form
 from compressor.frontier import Option, bracket, efficient, ladder_of, sequence
 from compressor.measuring import body, measure
 from compressor.modeling_compressor import Replacement
 from compressor.patching import patched
-from compressor.planning import Planner, fit_ranks
+from compressor.planning import Planner, fit_forms
 from compressor.progress import Progress
+from compressor.statistics import Statistics
+from compressor.surveying import kept_sets
+from compressor.text import Text
+from compressor.trials import Bench
 
 TEXT = random_text()
 
 
 def option(index: int, saved: int, damage: float) -> Option:
-    return Option(index, saved, saved, damage)
+    return Option(index, Form(saved), saved, damage)
 
 
-def test_replacement_parameters_are_what_the_module_has() -> None:
-    for rank in (None, 0, 5):
-        module = Replacement(WIDTH, rank)
-        assert replacement_parameters(WIDTH, rank) == sum(p.numel() for p in module.parameters())
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_form_counts_what_its_module_has(gated: bool) -> None:
+    for form in (Form(None), Form(0), Form(5), Form(0, 7), Form(5, 7), Form(None, 7)):
+        given = {"neurons": form.neurons, "activation": "silu", "gated": gated} if form.neurons else {}
+        module = Replacement(WIDTH, form.rank, **given)
+        assert form.parameters(WIDTH, (2 + gated) * WIDTH) == sum(p.numel() for p in module.parameters())
+        assert form.kind == module.kind
 
 
 @pytest.mark.parametrize("width", [2, 32, 576, 768])
 def test_every_rung_of_the_ladder_is_smaller_than_the_one_before(width: int) -> None:
-    sizes = [replacement_parameters(width, rank) for rank in ladder_of(width)]
+    sizes = [Form(rank).parameters(width, 0) for rank in ladder_of(width)]
     assert sizes == sorted(set(sizes), reverse=True)
     assert sizes[-1] == width
 
@@ -51,7 +61,8 @@ def test_the_frontier_is_convex_and_without_waste() -> None:
 def test_plans_grow_by_the_cheapest_step() -> None:
     hulls = [[option(0, 10, 1.0), option(0, 20, 3.0)], [option(1, 10, 0.5), option(1, 30, 6.5)]]
     plans = sequence(hulls)
-    assert [p[0] for p in plans] == [{1: 10}, {0: 10, 1: 10}, {0: 20, 1: 10}, {0: 20, 1: 30}]
+    chosen = [{index: form.rank for index, form in forms.items()} for forms, _ in plans]
+    assert chosen == [{1: 10}, {0: 10, 1: 10}, {0: 20, 1: 10}, {0: 20, 1: 30}]
     assert [p[1] for p in plans] == pytest.approx([0.5, 1.5, 3.5, 9.5])
 
 
@@ -59,7 +70,7 @@ def test_plans_grow_by_the_cheapest_step() -> None:
 @pytest.mark.parametrize("error", [0.3, 1.0, 4.0])
 def test_the_bracket_finds_the_last_plan_that_fits(last: int, error: float) -> None:
     """Whatever the predictions are worth: `error` times too small or too large."""
-    plans = [({k: 0}, error * (k + 1)) for k in range(40)]
+    plans = [({k: Form(0)}, error * (k + 1)) for k in range(40)]
     asked: list[int] = []
 
     def spend(k: int) -> float:
@@ -76,9 +87,10 @@ def test_a_linear_block_is_replaced_for_nothing_and_the_others_are_left() -> Non
     model = planted_model(WildFFN(), LinearFFN(rank=5), WildFFN(seed=5))
     expected = logits(model)
     plan = compressor.plan(model, measure(model, TEXT), TEXT, max_dppl="0.01%")
-    assert set(plan.ranks) == {1}
-    assert plan.ranks[1] is not None
-    assert 5 <= plan.ranks[1] < WIDTH // 2
+    assert set(plan.forms) == {1}
+    assert plan.forms[1].neurons == 0
+    assert plan.forms[1].rank is not None
+    assert 5 <= plan.forms[1].rank < WIDTH // 2
     assert plan.selection["text"].delta == pytest.approx(0, abs=1e-3 * plan.selection["text"].baseline)
     assert torch.equal(logits(model), expected), "searching must not change the model"
     before = evaluate(model, TEXT.verification.windows).perplexity
@@ -91,18 +103,18 @@ def test_a_block_that_is_linear_by_its_outlier_rows_is_not_touched() -> None:
     model = planted_model(WildFFN(outliers=300.0), LinearFFN(), WildFFN(), mark_first_position=True)
     profile = measure(model, TEXT)
     assert profile.blocks[0].r2_lin > 0.9
-    planner = Planner(model, profile, TEXT, {"text": Budget.parse("20%")})
+    planner = Planner(Bench(model, TEXT), profile, {"text": Budget.parse("20%")})
     assert planner.verdicts[0].word == "unsafe"
     assert "outlier rows" in planner.verdicts[0].reason
     assert planner.verdicts[1].word == "safe"
     plan = planner.search()
-    assert 1 in plan.ranks
-    assert 0 not in plan.ranks
+    assert 1 in plan.forms
+    assert 0 not in plan.forms
 
 
 def test_a_plan_that_verification_refused_does_not_come_back() -> None:
     model = tiny_model("llama")
-    planner = Planner(model, measure(model, TEXT), TEXT, {"text": Budget.parse("4%", confidence=0)})
+    planner = Planner(Bench(model, TEXT), measure(model, TEXT), {"text": Budget.parse("4%", confidence=0)})
     found = planner.search()
     while True:
         try:
@@ -110,7 +122,7 @@ def test_a_plan_that_verification_refused_does_not_come_back() -> None:
         except BudgetError:
             break
         assert smaller.predicted < found.predicted
-        assert smaller.ranks != found.ranks
+        assert smaller.forms != found.forms
         found = smaller
 
 
@@ -126,41 +138,55 @@ def test_nothing_fits() -> None:
 def test_a_larger_budget_saves_at_least_as_much() -> None:
     model = tiny_model("llama")
     profile = measure(model, TEXT)
-    blocks = {p.block.index: p.block for p in profile.blocks}
+    bench = Bench(model, TEXT)
     saved = []
     for budget in ("1%", "4%", "30%"):
-        plan = compressor.plan(model, profile, TEXT, max_dppl=budget, confidence=0)
+        plan = Planner(bench, profile, {"text": Budget.parse(budget, confidence=0)}).search()
         found = plan.selection["text"]
         assert found.delta <= Budget.parse(budget).dppl(found.baseline) * 1.01
-        sizes = (blocks[i].parameters - replacement_parameters(blocks[i].width, r) for i, r in plan.ranks.items())
-        saved.append(sum(sizes))
+        saved.append(sum(bench.surveys[index].saved(form) for index, form in plan.forms.items()))
     assert saved == sorted(saved)
     assert saved[-1] > saved[0]
 
 
-def test_each_block_is_fitted_on_the_inputs_it_will_get() -> None:
-    """The second replacement equals a fit on rows taken from the model with the first one in place."""
+def fitter_of(model: Any, text: Text = TEXT) -> Fitter:
+    statistics = Statistics(model, text, None, 7, Progress())
+    return Fitter(statistics, statistics.surveys())
+
+
+@pytest.mark.parametrize("form", [Form(None), Form(0, 20), Form(None, 20)])
+def test_each_block_is_fitted_on_the_inputs_it_will_get(form: Form) -> None:
+    """The second replacement nearly has the least error that such a module can have towards the original stream, on
+    rows taken from the model with the first one in place. Fitted at once it is another one."""
     model = tiny_model("gpt2").double()
     blocks = find_blocks(model)
-    calibration = Calibration(model, blocks, TEXT, 7)
-    fits = fit(calibration, {0: 0, 2: None}, {}, torch.float64, Progress())
+    fitter = fitter_of(model)
+    fits = fitter.in_order({0: Form(0), 2: form})
+    wanted: list[Rows] = []
     rows: list[Rows] = []
-    with torch.no_grad(), patched(model, blocks, {0: fits[0]}):
-        with watch(model, [blocks[2]], lambda _, r: rows.append(r)):
+    with torch.no_grad():
+        with watch(model, [blocks[2]], lambda _, r: wanted.append(r)):
             body(model)(input_ids=TEXT.fitting, use_cache=False)
+        inside = {2: "transformer.h.2.mlp.c_proj"}
+        with patched(model, blocks, {0: fits[0]}), watch(model, [blocks[2]], lambda _, r: rows.append(r), inside):
+            body(model)(input_ids=TEXT.fitting, use_cache=False)
+        x, a, y = rows[0].x, rows[0].a, rows[0].y + wanted[0].h - rows[0].h
+        kept = kept_sets(form, fitter.surveys[2].orders, x.device)[0]
+        features = [torch.ones(len(x), 1, dtype=x.dtype), a[:, kept], *([x] if form.rank is None else [])]
         weights = (1 / rows[0].h.square().mean(-1))[:, None].sqrt()
-        x = torch.cat([rows[0].x, torch.ones(len(rows[0].x), 1)], dim=1)
-        best = torch.linalg.lstsq(weights * x, weights * rows[0].y).solution
-        error = (weights * (fits[2](rows[0].x) - rows[0].y)).square().sum()
-        least = (weights * (x @ best - rows[0].y)).square().sum()
-    assert error <= least * 1.02  # the ridge may cost a little on the rows it was fitted on
-    one_shot = fit(calibration, {2: None}, {}, torch.float64, Progress())
-    assert (one_shot[2].weight - fits[2].weight).abs().max() > 1e-3
+        least_squares = torch.linalg.lstsq(weights * torch.cat(features, 1), weights * y).solution
+        least = (weights * (torch.cat(features, 1) @ least_squares - y)).square().sum()
+        error = (weights * (fits[2](x) - y)).square().sum()
+        at_once = (weights * (fitter.at_once({2: form})[2](x) - y)).square().sum()
+    assert least <= error <= least * 1.1  # shrinking to the original weights costs a little on these rows
+    assert error < at_once
 
 
 def test_weights_are_rounded_to_the_storage_dtype_before_they_are_measured() -> None:
     model = tiny_model("gpt2")
-    fits = fit(Calibration(model, find_blocks(model), TEXT, 8), {1: 4}, {}, torch.bfloat16, Progress())
+    fitter = fitter_of(model)
+    fitter.dtype = torch.bfloat16
+    fits = fitter.at_once({1: Form(4, 9)})
     for parameter in fits[1].parameters():
         assert parameter.dtype == torch.float32
         assert torch.equal(parameter, parameter.bfloat16().float())
@@ -168,16 +194,23 @@ def test_weights_are_rounded_to_the_storage_dtype_before_they_are_measured() -> 
 
 def test_fitting_again_gives_the_same_bytes() -> None:
     model = tiny_model("llama")
-    first, second = (fit_ranks(model, {0: 3, 1: None, 2: 0}, TEXT) for _ in range(2))
+    first, second = (fit_forms(model, {0: Form(3), 1: Form(2, 20), 2: Form(0, 30)}, TEXT) for _ in range(2))
     for index, module in first.items():
         for a, b in zip(module.parameters(), second[index].parameters(), strict=True):
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("ranks", "message"), [({7: None}, "blocks 0 to 2"), ({1: WIDTH + 1}, "whose width is 32")])
-def test_a_plan_for_another_model_is_refused(ranks: dict[int, int | None], message: str) -> None:
+@pytest.mark.parametrize(
+    ("forms", "message"),
+    [
+        ({7: Form()}, "blocks 0 to 2"),
+        ({1: Form(WIDTH + 1)}, "whose width is 32"),
+        ({1: Form(0, 49)}, "which has 48 neurons"),
+    ],
+)
+def test_a_plan_for_another_model_is_refused(forms: dict[int, Form], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        fit_ranks(tiny_model("gpt2"), ranks, TEXT)
+        fit_forms(tiny_model("gpt2"), forms, TEXT)
 
 
 def test_a_failed_fit_leaves_the_model_alone() -> None:
@@ -191,8 +224,10 @@ def test_a_failed_fit_leaves_the_model_alone() -> None:
 
     model = tiny_model("gpt2")
     blocks: list[Block] = find_blocks(model)
-    calibration = Calibration(model, blocks, TEXT, 8)
+    fitter = fitter_of(model)
+    fitter.streams_at(0)
+    assert len(blocks) == 3
     model.transformer.h[2].mlp = Broken(model.transformer.h[2].mlp)
     with pytest.raises(RuntimeError, match="broken"):
-        fit(calibration, {0: 1, 2: 1}, {}, torch.float32, Progress())
+        fitter.in_order({0: Form(1), 2: Form(1)})
     assert not any(isinstance(module, Replacement) for module in model.modules())

@@ -11,7 +11,6 @@ from compressor.regression import (
     choose_ridge,
     decompose,
     effective_rank,
-    error_covariance,
     feature_errors,
     r_squared,
     reduce_rank,
@@ -122,18 +121,6 @@ def test_every_ridge_equals_lstsq_on_augmented_rows_and_the_best_is_chosen() -> 
     augmented_x = torch.cat([x - x.mean(0), lam.sqrt() * torch.eye(30, dtype=torch.float64)])
     augmented_y = torch.cat([y - y.mean(0), torch.zeros(30, 12, dtype=torch.float64)])
     torch.testing.assert_close(fit.weight, torch.linalg.lstsq(augmented_x, augmented_y).solution)
-
-
-def test_errors_from_moments_equal_errors_of_rows() -> None:
-    x, held_x = rows(300, 8), rows(100, 8, 4) + 0.5
-    y, held_y = nonlinear(x), nonlinear(held_x)
-    moments, held = Moments.of(x, y), Moments.of(held_x, held_y)
-    fit = solve(moments, decompose(moments.xx))
-    error = held_y - fit(held_x)
-    torch.testing.assert_close(feature_errors(fit, held), error.square().sum(0))
-    diagonal = Moments.of(held_x, held_y, whole_yy=False)
-    torch.testing.assert_close(feature_errors(fit, diagonal), error.square().sum(0))
-    torch.testing.assert_close(error_covariance(fit, held), error.T @ error / 100)
 
 
 def test_a_planted_low_rank_map_is_found_at_its_rank() -> None:

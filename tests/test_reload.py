@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
-from zoo import FAMILIES, RANKS, compressed, logits, stored, tokens, write
+from zoo import FAMILIES, FORMS, LINEAR_FORMS, compressed, logits, stored, tokens, write
 
 from compressor.modeling_compressor import FILE_NAME
 from compressor.patching import specs
@@ -25,11 +25,11 @@ Results = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Tensor]]:
-    """Every family with all three kinds of replacement: its directory and the logits of the model in memory."""
+    """Every family with replacements of every part: its directory and the logits of the model in memory."""
     root = tmp_path_factory.mktemp("checkpoints")
     written = {}
-    for family in FAMILIES:
-        model = compressed(family)
+    for number, family in enumerate(FAMILIES):
+        model = compressed(family, FORMS if number % 4 else LINEAR_FORMS)
         written[family] = (write(model, root / family), logits(model))
     return written
 
@@ -102,6 +102,6 @@ def test_the_bare_backbone_loads(family: str, checkpoints: dict[str, tuple[Path,
     directory, _ = checkpoints[family]
     whole = AutoModelForCausalLM.from_pretrained(directory)
     backbone = AutoModel.from_pretrained(directory)
-    assert len(specs(backbone)) == len(RANKS)
+    assert len(specs(backbone)) == len(FORMS)
     expected = whole.base_model(tokens()).last_hidden_state
     torch.testing.assert_close(backbone(tokens()).last_hidden_state, expected, rtol=0, atol=1e-6)

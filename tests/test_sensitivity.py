@@ -9,10 +9,10 @@ from zoo import FAMILIES, tiny_model
 
 from compressor.blocks import find_blocks
 from compressor.evaluating import evaluate
-from compressor.fitting import fit_ladder
 from compressor.measuring import measure
 from compressor.progress import Progress
 from compressor.sensitivity import predict_damage, sample_gradients
+from compressor.surveying import fit_ladder
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -54,20 +54,21 @@ def test_damage_of_every_rank_equals_the_direct_computation() -> None:
     for p in profile.blocks:
         rows = gradients[p.block.index]
         ladder = fit_ladder(p.fit, p.held, rows.metric)
-        damage = predict_damage(p, ladder, rows)
+        damage = predict_damage(ladder, rows)
         for rank in (0, 1, 7, p.block.width):
             predicted = ladder.at(rank)(rows.x.double())
-            projected = (rows.g.double() * predicted).sum(1) - rows.gy.double()
-            second = projected.square().mean() / 2
-            expected = max(second + projected.mean(), 0.1 * second)
-            assert damage.by_rank[rank].item() == pytest.approx(expected.item(), rel=1e-5)
+            projected = (rows.g.double() * (predicted - rows.y.double())).sum(1)
+            assert damage.by_rank[rank].item() == pytest.approx(projected.square().mean().item() / 2, rel=1e-5)
+        errors = ladder.at(p.block.width)(rows.x.double()) - rows.y.double()
+        expected = (errors @ rows.metric * errors).sum(1).mean().item() / 2
+        assert damage.factorised == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_linear_block_is_predicted_to_cost_nothing() -> None:
     model, text = planted_model(LinearFFN(), WildFFN(), WildFFN(seed=5)), random_text()
     gradients = sample_gradients(model, find_blocks(model), text.held_out, Progress())
     linear, wild, _ = (
-        predict_damage(p, fit_ladder(p.fit, p.held, gradients[p.block.index].metric), gradients[p.block.index])
+        predict_damage(fit_ladder(p.fit, p.held, gradients[p.block.index].metric), gradients[p.block.index])
         for p in measure(model, text).blocks
     )
     assert linear.linear < 1e-6

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from compressor.blocks import find_blocks
 from compressor.checkpoint import write_checkpoint
+from compressor.forms import Form
 from compressor.modeling_compressor import Replacement
+from compressor.neurons import find_neurons
 from compressor.patching import patch
 
 VOCAB = 300
@@ -111,7 +113,9 @@ ROWS: dict[str, tuple[str, dict[str, Any], str, str]] = {
 }
 FAMILIES = list(ROWS)
 
-RANKS = {0: None, 1: 3, 2: 0}  # block → rank: a dense map, a low rank, the bias alone
+# Every part that a replacement can have; and the forms without neurons.
+FORMS = {0: Form(None, 4), 1: Form(3, 5), 2: Form(0, 6)}
+LINEAR_FORMS = {0: Form(None), 1: Form(3), 2: Form(0)}
 
 REFUSED: dict[str, dict[str, Any]] = {
     "mixtral": MIXTURE,
@@ -177,8 +181,14 @@ def logits(model: nn.Module) -> Tensor:
     return output
 
 
-def random_replacement(block: Any, rank: int | None) -> Replacement:
-    module = Replacement(block.width, rank, block.residual_inside)
+def random_replacement(block: Any, form: Form, model: Any = None) -> Replacement:
+    """A replacement of this form with random weights; neurons are like those of the model's block."""
+    given = {}
+    if form.neurons:
+        neurons = find_neurons(model, block)
+        assert neurons is not None
+        given = {"activation": neurons.activation, "gated": neurons.gated, "inner_bias": neurons.inner_bias is not None}
+    module = Replacement(block.width, form.rank, block.residual_inside, neurons=form.neurons, **given)
     generator = torch.Generator().manual_seed(block.index)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -186,11 +196,11 @@ def random_replacement(block: Any, rank: int | None) -> Replacement:
     return module
 
 
-def compressed(family: str, ranks: dict[int, int | None] = RANKS, **settings: Any) -> Any:
+def compressed(family: str, forms: dict[int, Form] = FORMS, **settings: Any) -> Any:
     """A tiny model with random replacements."""
     model = tiny_model(family, **settings)
     blocks = find_blocks(model)
-    patch(model, blocks, {index: random_replacement(blocks[index], rank) for index, rank in ranks.items()})
+    patch(model, blocks, {index: random_replacement(blocks[index], form, model) for index, form in forms.items()})
     return model
 
 
