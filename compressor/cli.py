@@ -12,14 +12,12 @@ from typer.core import TyperGroup
 
 from compressor import __version__
 from compressor import options as opt
-from compressor.errors import BudgetError, InputError
+from compressor.errors import DONE, INTERRUPTED, MISSED, explain, fail
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from compressor.pipeline import Setting
-
-DONE, MISSED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 EXAMPLES = """
 Make a language model smaller with a promise: this much smaller, and no worse than that.
@@ -42,21 +40,10 @@ class WholeJob(TyperGroup):
     """`compress MODEL …` is the command `run`, which nobody has to type."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        args = spread(args) or ["--help"]
+        args = opt.spread(args) or ["--help"]
         if args[0] not in self.commands and args[0] not in ("--help", "--version"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
-
-
-def spread(args: list[str]) -> list[str]:
-    """`--max-dppl 0.5 1 2` is `--max-dppl 0.5 --max-dppl 1 --max-dppl 2`."""
-    found: list[str] = []
-    amounts = False
-    for arg in args:
-        amounts = amounts and arg.removesuffix("%").replace(".", "", 1).isdigit()
-        found += ["--max-dppl", arg] if amounts and found[-1] != "--max-dppl" else [arg]
-        amounts = amounts or arg == "--max-dppl"
-    return found
 
 
 app = typer.Typer(
@@ -326,21 +313,3 @@ def main() -> None:
     if code == INTERRUPTED:  # typer makes an interrupt this code, in silence
         fail("interrupted; nothing was written", INTERRUPTED)
     sys.exit(code or DONE)
-
-
-def explain(error: BaseException) -> int:
-    if isinstance(error, (BudgetError, InputError)):
-        return fail(str(error), MISSED if isinstance(error, BudgetError) else BAD_INPUT)
-    if hasattr(error, "format_message"):  # the command line itself was wrong
-        return fail(f"{error.format_message().rstrip('.')}; see compress --help", BAD_INPUT)
-    if type(error).__name__ == "Abort":
-        return fail("interrupted; nothing was written", INTERRUPTED)
-    if isinstance(error, MemoryError):
-        return fail("out of memory; try a smaller --batch-size, --seq-len or model", BAD_INPUT)
-    reason = " ".join(str(error).split())[:300]
-    return fail(f"unexpected {type(error).__name__}: {reason}; run again with --debug and report it", BAD_INPUT)
-
-
-def fail(message: str, code: int) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return code

@@ -125,7 +125,7 @@ def stream_gain(model: Any, block: Block, stream: Stream) -> float | None:
         moved = hidden_of(layer(state, **call)).double() - before
     finally:
         handle.remove()
-    by = nudges[0].double()
+    by = nudges[0].double().reshape(moved.shape)  # OPT flattens its rows
     gain = (moved * by).sum() / by.square().sum().clamp_min(1e-300)
     rest = (moved - gain * by).square().sum()
     return gain.item() if gain > 0 and rest <= 1e-4 * moved.square().sum() else None

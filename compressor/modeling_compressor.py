@@ -13,7 +13,7 @@ import functools
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +90,21 @@ class Replacement(nn.Module):
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None, **_: Any) -> Tensor:
         output: Tensor = self.bias
-        if self.neurons:
-            output = functional.linear(self.activate(hidden_states), self.outer, output)
-        if self.rank is None:
-            output = plus(output, hidden_states, self.weight)
-        elif self.rank > 0:
-            output = plus(output, functional.linear(hidden_states, self.down), self.up)
+        for rows, weight in self.parts(hidden_states):
+            first = output is self.bias
+            output = functional.linear(rows, weight, output) if first else output + functional.linear(rows, weight)
         if output is self.bias:
             output = output.expand(hidden_states.shape).clone()  # a copy: Falcon adds to the output in place
         return output + residual if self.residual_inside and residual is not None else output
+
+    def parts(self, hidden_states: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows and the matrix that takes them to the output."""
+        if self.neurons:
+            yield self.activate(hidden_states), self.outer
+        if self.rank is None:
+            yield hidden_states, self.weight
+        elif self.rank > 0:
+            yield functional.linear(hidden_states, self.down), self.up
 
     def activate(self, hidden_states: Tensor) -> Tensor:
         """The kept neurons' activations."""
@@ -115,36 +121,21 @@ class Replacement(nn.Module):
 
     def spec(self) -> dict[str, Any]:
         """This replacement without its weights, as config.json keeps it."""
-        return {
-            "kind": self.kind,
-            "rank": self.rank,
-            "neurons": self.neurons,
-            "width": self.width,
-            "residual_inside": self.residual_inside,
-            "bypass": list(self.bypass),
-            "activation": self.activation,
-            "gated": self.gated,
-            "inner_bias": self.has_inner_bias,
-        }
+        names = ("kind", "rank", "neurons", "width", "residual_inside", "activation", "gated")
+        found = {name: getattr(self, name) for name in names}
+        return {**found, "inner_bias": self.has_inner_bias, "bypass": list(self.bypass)}
 
     def extra_repr(self) -> str:
         return f"{self.kind}, width={self.width}, rank={self.rank}, neurons={self.neurons}"
 
 
-def plus(so_far: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    """so_far + rows·weightᵀ; a bias goes into the product itself."""
-    if so_far.ndim == 1:
-        return functional.linear(rows, weight, so_far)
-    return so_far + functional.linear(rows, weight)
-
-
 def build(spec: Mapping[str, Any]) -> Replacement:
     """An empty replacement of this spec, or a ValueError for a spec that this version does not know."""
     spec = {**FIRST_SPECS, **spec}
-    if set(spec) != SPEC_KEYS:
-        odd = ", ".join(sorted(set(spec) ^ SPEC_KEYS))
+    odd = ", ".join(sorted(set(spec) ^ SPEC_KEYS))
+    if odd:
         raise ValueError(f"a replacement has missing or unknown keys: {odd}; install the compressor that wrote it")
-    if spec["activation"] is not None and spec["activation"] not in ACT2FN:
+    if spec["activation"] not in (None, *ACT2FN):
         raise ValueError(f"a replacement has the activation {spec['activation']!r}, which this transformers has not")
     given = {key: spec[key] for key in ("neurons", "activation", "gated", "inner_bias")}
     module = Replacement(spec["width"], spec["rank"], spec["residual_inside"], **given)

@@ -63,3 +63,14 @@ UpdateBaseline = Annotated[bool, typer.Option("--update-baseline", help="write i
 Tolerance = Annotated[float, typer.Option(help="how far a figure may fall behind the baseline")]
 Junit = Annotated[Path | None, typer.Option(help="write a JUnit XML file")]
 Page = Annotated[Path | None, typer.Option("--report", help="write report.html")]
+
+
+def spread(args: list[str]) -> list[str]:
+    """`--max-dppl 0.5 1 2` is `--max-dppl 0.5 --max-dppl 1 --max-dppl 2`."""
+    found: list[str] = []
+    amounts = False
+    for arg in args:
+        amounts = amounts and arg.removesuffix("%").replace(".", "", 1).isdigit()
+        found += ["--max-dppl", arg] if amounts and found[-1] != "--max-dppl" else [arg]
+        amounts = amounts or arg == "--max-dppl"
+    return found

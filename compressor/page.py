@@ -1,155 +1,34 @@
 """The record of an assessment as one HTML page (report.html): no request, no script, no other file.
 
-Everything is built with `e`, which escapes whatever it is given except `Html`, that is what `e` itself has made.
 A section is a function of the record that returns `NOTHING` when the record lacks what it shows; see `SECTIONS`.
 """
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Any, TypeGuard
+from typing import Any
 
-from compressor.reporting import name_replacement
-
-Record = Mapping[str, Any]
-MISSING = "–"
-# Control characters are shown as pictures (but tab and newline); those that turn the writing direction as �.
-PICTURES = {c: 0x2400 + c for c in range(32) if c not in (9, 10)} | {127: 0x2421}
-PICTURES |= dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
-
-
-class Html(str):
-    """Text that is HTML already."""
-
-
-def put(value: Any) -> str:
-    """Anything as HTML: `Html` as it is; all else escaped, and always possible to write as UTF-8."""
-    if isinstance(value, Html):
-        return value
-    text = MISSING if value is None else str(value).encode("utf-8", "replace").decode("utf-8")
-    return html.escape(text.translate(PICTURES))
-
-
-def join(*parts: Any) -> Html:
-    return Html("".join(map(put, parts)))
-
-
-def e(tag: str, *children: Any, **attributes: Any) -> Html:
-    """An element. `class_` is `class`, `text_anchor` is `text-anchor`; an attribute that is None is left out."""
-    given = ((name.rstrip("_").replace("_", "-"), value) for name, value in attributes.items() if value is not None)
-    opened = "".join(f' {name}="{put(value)}"' for name, value in given)
-    return Html(f"<{tag}{opened}>{join(*children)}</{tag}>")
-
-
-def some(tag: str, *children: Any, **attributes: Any) -> Html:
-    """An element, or nothing when there is nothing to put in it."""
-    return e(tag, *children, **attributes) if any(children) else NOTHING
-
-
-def titled(tag: str, title: Any, *body: Any, **attributes: Any) -> Html:
-    """An element under a heading, or nothing when there is nothing under it."""
-    heading = {"section": "h2", "div": "h3", "details": "summary"}[tag]
-    return e(tag, e(heading, title), *body, **attributes) if any(body) else NOTHING
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def num(value: Any, sign: str = "", form: str = "") -> str:
-    """A whole number as it is; else three decimals, fewer for a large number, one digit for a tiny one."""
-    if not is_number(value):
-        return MISSING if value is None or isinstance(value, float) else str(value)
-    if isinstance(value, int) and not sign:
-        return f"{value:,}"
-    size = abs(value)
-    usual = ".1g" if 0 < size < 0.0005 else ",.3f" if size < 100 else ",.1f" if size < 10_000 else ",.0f"
-    return format(float(value), sign + (form or usual)).replace("-", "−").replace("inf", "∞")
-
-
-def percent(value: Any, digits: int = 1) -> str:
-    return f"{num(100.0 * value, form=f'.{digits}f')} %" if is_number(value) else MISSING
-
-
-def interval(pair: Any) -> str:
-    return " … ".join(num(end, "+") for end in pair) if pair else MISSING
-
-
-def change(entry: Record, before: str, after: str) -> str:
-    return " → ".join(dict.fromkeys(num(entry.get(key)) for key in (before, after)))
-
-
-def last_part(path: Any) -> str:
-    """The last component of a name or path: a page is made to be passed on, so it holds no local directory."""
-    return str(path or "").replace("\\", "/").rstrip("/").rpartition("/")[2].strip(". ") or "model"
-
-
-def failed(entry: Record) -> bool:
-    return entry.get("passed") not in (True, None) or entry.get("verdict") == "unsafe"
-
-
-def noted(word: Any, note: Any) -> Html:
-    return join(word, some("div", note, class_="note"))
-
-
-NOTHING = Html("")
-NUMBERS: dict[str, Callable[[Any], str]] = {
-    **{"num": num, "signed": lambda value: num(value, "+"), "percent": percent, "interval": interval},
-    "size": lambda block: change(block, "params_before", "params_after"),
-}
-PASSED, FAILED, UNSAFE = (e("b", w, class_=c) for w, c in (("passed", "good"), ("FAILED", "bad"), ("unsafe", "bad")))
-WORDS: dict[str, Callable[[Any], Any]] = {
-    **{"words": lambda value: value, "code": lambda value: e("code", value)},
-    "files": lambda names: ", ".join(map(last_part, str(names or MISSING).split(", "))),
-    "check": lambda check: noted(check.get("name"), check.get("detail")),
-    "result": lambda passed: NOTHING if passed is None else PASSED if passed is True else FAILED,
-    "judged": lambda block: noted(UNSAFE, block.get("reason")) if failed(block) else block.get("verdict"),
-    "replaced": lambda now: name_replacement(now) if now else "",
-}
-# Columns of each table: heading; how to show it, if not as a number; key in the record, if not the heading (* is all).
-COLUMNS = {
-    "checks": "check, check, *; measured; limit; result, result, passed",
-    "texts": "text, words, name; source, num, baseline; compressed; Δ, signed, delta; 95 % interval, interval,"
-    "delta_ci95; budget, signed, max_dppl; result, result, passed; tokens; window length, num, seq_len",
-    "tasks": "task, words, name; metric, words; source; compressed; drop, signed; 95 % interval, interval, drop_ci95;"
-    "documents; changed; budget, signed, max_drop; result, result, passed",
-    "talk": "measure, words, name; source; compressed; 95 % interval of the rise, interval, rise_ci95",
-    "bands": "band, words; tokens; source, num, baseline; compressed; Δ, signed, delta; nats per token, signed, nats;"
-    "share of rise, percent, share",
-    "blocks": "block, words, index; R²_lin, num, r2_lin; stream R², num, r2_stream; verdict, judged, *;"
-    "replacement, replaced; parameters, size, *",
-    "facts": "what, words, name; value, words",
-    "splits": "text, words, name; source, files; tokens; sha256, code",
-}
-
-
-def records(entries: Any) -> list[Record]:
-    """A list of records, also from a mapping of names to records or to single values."""
-    if isinstance(entries, Mapping):
-        return [{**(x if isinstance(x, Mapping) else {"value": x}), "name": name} for name, x in entries.items()]
-    return list(entries or [])
-
-
-def table(label: str, kind: str, entries: Any) -> Html:
-    """A table in a container that scrolls by itself; the first column names the row, bad rows are highlighted."""
-    said = [[part.strip() for part in column.split(",")] for column in COLUMNS[kind].split(";")]
-    fields = [(name, *more, *("num", name)[len(more) :]) for name, *more in said]
-    sides, shows, body = ["n" if how in NUMBERS else None for _, how, _ in fields], {**NUMBERS, **WORDS}, []
-    for row in records(entries):
-        first, *cells = (shows[how](row if key == "*" else row.get(key)) for _, how, key in fields)
-        line = [e("td", cell, class_=side) for cell, side in zip(cells, sides[1:], strict=True)]
-        body.append(e("tr", e("th", first, scope="row"), *line, class_="hit" if failed(row) else None))
-    top = [e("th", name, scope="col", class_=side) for (name, *_), side in zip(fields, sides, strict=True)]
-    full = e("table", e("thead", e("tr", *top)), e("tbody", *body))
-    return e("div", full, class_="scroll", role="region", aria_label=label, tabindex="0") if body else NOTHING
-
-
-def listed(title: str, key: str) -> Callable[[Record], Html]:
-    """A section that is one table."""
-    return lambda report: titled("section", title, table(title, key, report.get(key)))
+from compressor.markup import (
+    NOTHING,
+    Html,
+    Record,
+    change,
+    e,
+    failed,
+    interval,
+    is_number,
+    join,
+    last_part,
+    listed,
+    num,
+    percent,
+    records,
+    some,
+    table,
+    titled,
+)
 
 
 def cost(report: Record) -> tuple[str, bool]:
@@ -255,6 +134,55 @@ def window(place: int, found: Record) -> Html:
     return titled("details", summary, text, hardest, open="" if place == 1 else None)
 
 
+def agreement(report: Record) -> Html:
+    """The planner's own calibration plot: every block's replacement alone, predicted against measured nats."""
+    found = report.get("agreement") or {}
+    title = "Predicted against measured"
+    points = [p for p in found.get("blocks") or [] if all(is_number(p.get(k)) for k in ("predicted", "measured"))]
+    if not points:
+        return NOTHING
+    most = max(max(p["predicted"], p["measured"]) for p in points) or 1.0
+    least = max(1e-3 * most, min(min(p["predicted"], p["measured"]) for p in points))
+
+    def place(value: float) -> float:
+        """Percent of the way, on a logarithmic scale."""
+        share = math.log(max(value, least) / least) / (math.log(most / least) or 1.0)
+        return 8 + 84 * min(share, 1.0)
+
+    shapes = [e("title", title), e("line", x1="8%", y1="92%", x2="92%", y2="8%")]
+    for p in points:
+        x, y = place(p["predicted"]), 100 - place(p["measured"])
+        shapes.append(e("circle", e("title", f"block {p.get('index')}"), cx=f"{x:.1f}%", cy=f"{y:.1f}%", r="4"))
+        shapes.append(e("text", p.get("index"), x=f"{x:.1f}%", y=f"{y:.1f}%", dx="6", dy="-4"))
+    shapes.append(e("text", "measured, nats per token", x="8%", y="4%"))
+    shapes.append(e("text", "predicted, nats per token", x="92%", y="99%", text_anchor="end"))
+    drawn = e("svg", *shapes, width="100%", height="360", role="img")
+    said = f"One replacement in every block alone; rank correlation {num(found.get('rank_correlation'))}. The line is "
+    said += "equality; both axes are logarithmic."
+    return titled("section", title, e("p", said), drawn, titled("details", "Table", table(title, "agreement", points)))
+
+
+def speed(report: Record) -> Html:
+    found = report.get("speed") or {}
+    if not found:
+        return NOTHING
+    kinds = {
+        "FLOPs per token": "flops",
+        "prefill, tokens per second": "prefill",
+        "decoding, tokens per second": "decode",
+    }
+    rows = {
+        name: {
+            "source": found.get(f"{k}_before"),
+            "compressed": found.get(f"{k}_after"),
+            "ratio": found.get(f"{k}_ratio"),
+        }
+        for name, k in kinds.items()
+    }
+    said = f"Measured in turns in one run; windows of {num(found.get('seq_len'))} tokens."
+    return titled("section", "Speed", table("Speed", "speed", rows), e("p", said, class_="note"))
+
+
 def provenance(report: Record) -> Html:
     tool, source, text, parameters = (report.get(key) or {} for key in ("tool", "source", "text", "parameters"))
     facts = {str(tool.get("name") or "compressor"): tool.get("version"), **(report.get("environment") or {})}
@@ -268,7 +196,7 @@ def provenance(report: Record) -> Html:
 
 TITLES = {"checks": "Checks", "texts": "Perplexity", "tasks": "Tasks", "blocks": "Blocks"}
 checks, texts, tasks, blocks = (listed(title, key) for key, title in TITLES.items())
-SECTIONS = (headline, checks, texts, tasks, talk, hurts, blocks, provenance)
+SECTIONS = (headline, checks, texts, tasks, speed, talk, hurts, blocks, agreement, provenance)
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 CSS = """
 :root{color-scheme:light dark;--bg:#fff;--soft:#f4f5f7;--ink:#1b1d21;--dim:#5a616c;--line:#dde0e5;--good:#17693a;
@@ -289,7 +217,7 @@ table .note{white-space:normal;min-width:9rem;max-width:22rem}th{font-weight:500
 .hit>*{background:var(--hit)}.hit th{box-shadow:inset 3px 0 var(--bad);padding-left:.7rem}.prompt{font-weight:500}
 code{font:.88em ui-monospace,monospace;unicode-bidi:isolate}summary{cursor:pointer;padding:.35rem 0}
 details+details,article+article{border-top:1px solid var(--line)}article{padding:.75rem 0}.text{white-space:pre-wrap}
-mark{background:var(--mark);color:inherit}svg{display:block;font-size:13px}text{fill:var(--ink)}rect{fill:var(--bar)}
+mark{background:var(--mark);color:inherit}svg{display:block;font-size:13px}text{fill:var(--ink)}rect,circle{fill:var(--bar)}
 .down{fill:var(--good)}line{stroke:var(--dim)}.tokens{display:flex;flex-wrap:wrap;gap:.4rem 1rem}p{text-wrap:pretty}
 .pair,.charts{display:grid;grid-template-columns:1fr 1fr;gap:0 2.5rem}.pair>*,.charts>*{min-width:0}
 @media(max-width:44rem){main{padding:1.5rem 1rem}th,td{padding-right:.7rem}.pair,.charts{display:block}}

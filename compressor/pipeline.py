@@ -317,7 +317,10 @@ def finish(
     speed = describe_speed(measure_speed(job.model, blocks, fits, job.text.verification.windows))
     patch(job.model, blocks, fits)
     found = evaluator.assess(before, after, job.model, stored=False)
-    report = {**report, **describe_assessment(found, evaluator), "speed": speed, "timings": job.timings()}
+    timings = job.timings()
+    tokens = sum(getattr(job.text, name).tokens for name in SPLITS)
+    timings["one_forward_pass"] = round(tokens / speed["prefill_before"], 2)  # over all the text
+    report = {**report, **describe_assessment(found, evaluator), "speed": speed, "timings": timings}
     assert count_parameters(job.model) == report["parameters"]["after"]
     header = "Reproduces this checkpoint:\ncompress --recipe recipe.yaml --out NEW_DIRECTORY"
     recipe = recipes.dump(job.recipe, header)

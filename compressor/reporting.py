@@ -209,7 +209,18 @@ def result_lines(report: Mapping[str, Any]) -> list[str]:
     warnings = [f"warning: {warning}" for warning in report["warnings"]]
     figures = [*text_lines(report), *task_lines(report), *talk_lines(report), *hurt_line(report)]
     size = [parameters_line(report["parameters"]), *speed_lines(report)]
-    return [*notes(report), *agreement_lines(report), *warnings, *figures, *size, f"written to {report['out']}"]
+    done = [time_line(report["timings"]), f"written to {report['out']}"]
+    return [*notes(report), *agreement_lines(report), *warnings, *figures, *size, *done]
+
+
+def time_line(timings: Mapping[str, float]) -> str:
+    """The whole run in forward passes over its text, and the steps that took longest."""
+    total, forward = timings["total"], timings["one_forward_pass"]
+    steps = sorted(
+        ((s, name) for name, s in timings.items() if name not in ("total", "one_forward_pass")), reverse=True
+    )
+    longest = ", ".join(f"{name} {seconds:.0f} s" for seconds, name in steps[:6])
+    return f"took {total:.0f} s, {total / forward:.1f}× one forward pass over its text ({longest})"
 
 
 def speed_lines(report: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from compressor.page import e, page
+from compressor.markup import e
+from compressor.page import page
 
 SCRIPT = "<script>alert(1)</script>"
 HOSTILE = f"{SCRIPT}\"' onload=alert(1) &amp; \x00\ud83d"
