@@ -124,25 +124,17 @@ class Planner:
 
         `ceiling` bounds the predicted damage: a plan that verification text refused must not come back.
         """
-        while True:
-            found = self.find(tighten, ceiling)
-            slow = self.slow_forms(found.forms) if self.objective == "speed" else set()
-            if not slow:
-                return self.plan_of(found)
-            self.progress.say(f"  smaller but slower, so not chosen: {', '.join(sorted(map(str, slow)))}")
-            self.banned |= slow
-            self.lay_out()
+        return self.plan_of(self.find(tighten, ceiling))
 
     def find(self, tighten: float, ceiling: float) -> Trial:
         """Plans are tried with the fits that cost nothing, then the one that fits is compensated, and made larger when
         that leaves room."""
-        plans = [plan for plan in self.plans if plan[1] < ceiling]
         fitting: list[Trial] = []
         for _ in range(MOST_COMPENSATIONS):
-            best = bracket(plans, self.limit * tighten / self.gain, lambda k: self.cost(*plans[k], tighten))
-            if best is None:
+            found = self.nearest(tighten, ceiling)
+            if found is None:
                 break
-            forms, predicted = self.fill(*plans[best], tighten, ceiling)
+            forms, predicted = found
             plain = self.bench.attempt(forms, predicted)
             if not self.compensate:
                 fitting += [plain] if self.spend(plain, tighten) <= 1 else []
@@ -164,6 +156,23 @@ class Planner:
         if not fitting:
             raise BudgetError(self.explain_failure())
         return max(fitting, key=lambda t: (t.saved, -self.spend(t, tighten)))
+
+    def nearest(self, tighten: float, ceiling: float) -> tuple[Forms, float] | None:
+        """The largest plan that is expected to fit, without forms that are slower than what they replace."""
+        while True:
+            plans = [plan for plan in self.plans if plan[1] < ceiling]
+            best = bracket(
+                plans, self.limit * tighten / self.gain, lambda k, plans=plans: self.cost(*plans[k], tighten)
+            )
+            if best is None:
+                return None
+            forms, predicted = self.fill(*plans[best], tighten, ceiling)
+            slow = self.slow_forms(forms) if self.objective == "speed" else set()
+            if not slow:
+                return forms, predicted
+            self.progress.say(f"  smaller but slower, so not chosen: {', '.join(sorted(map(str, slow)))}")
+            self.banned |= slow
+            self.lay_out()
 
     def cost(self, forms: Forms, predicted: float, tighten: float) -> float:
         """What a plan is expected to spend once it is compensated."""
@@ -197,12 +206,11 @@ class Planner:
 
     def slow_forms(self, forms: Forms) -> set[Form]:
         """Forms that run slower than the block they would replace."""
-        seen: dict[tuple[Form, int], bool] = {}
+        fits = self.bench.fits(forms, False)
         for index, form in forms.items():
-            key = (form, self.blocks[index].parameters)
-            if key not in seen:
-                seen[key] = slower(self.model, self.blocks[index], self.bench.fitter.at_once({index: form})[index])
-        return {form for (form, _), slow in seen.items() if slow}
+            if form not in self.bench.slow:
+                self.bench.slow[form] = slower(self.model, self.blocks[index], fits[index])
+        return {form for form in forms.values() if self.bench.slow[form]}
 
     def verify(self, plan: Plan) -> Losses:
         """The plan's losses on the verification text, which no search has seen."""

@@ -16,7 +16,7 @@ from compressor.modeling_compressor import Replacement
 from compressor.patching import patched
 
 ROWS = 512
-REPEATS = 7
+REPEATS = 4
 SLOWER = 1.05  # times the own time of a block, and
 SLOWER_BY = 5e-5  # seconds more: beyond what two runs of the same module differ by
 PREFILL_TOKENS = 1024

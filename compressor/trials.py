@@ -69,6 +69,7 @@ class Bench:
         }
         self.before: Losses | None = None
         self.tried: dict[tuple[Any, ...], Trial] = {}
+        self.slow: dict[Form, bool] = {}  # whether a form runs slower than the block it replaces
         self.compensated: dict[tuple[Any, ...], dict[int, Replacement]] = {}
 
     def losses(self, windows: Tensor, step: str) -> Losses:

@@ -100,8 +100,8 @@ def options(corpus: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def compressed(compress: Compress, models: Path, options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `compress MODEL --max-dppl 3% --out DIR` wrote; no test may change it."""
+    """What `compress MODEL --max-dppl 0.2% --out DIR` wrote; no test may change it."""
     out = tmp_path_factory.mktemp("compressed") / "small"
-    done = compress(models / "gpt2", *options, "--max-dppl", "3%", "--out", out)
+    done = compress(models / "gpt2", *options, "--max-dppl", "0.2%", "--out", out)
     assert done.code == 0, done.err
     return out

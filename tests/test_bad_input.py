@@ -384,7 +384,7 @@ def apply(refused: Refused, models: Path, tmp_path: Path) -> Refused:
 
 def with_replacement(plan: dict[str, Any], index: int, **replacement: Any) -> dict[str, Any]:
     changed: dict[str, Any] = json.loads(json.dumps(plan))
-    changed["blocks"][index]["replacement"] |= replacement
+    changed["blocks"][index]["replacement"] |= {"neurons": 0, **replacement}
     return changed
 
 
@@ -438,6 +438,10 @@ def test_plan_for_a_block_that_is_not_there(apply: Refused, sound_plan: dict[str
         ({"kind": "lowrank", "rank": 0}, "block 1 is lowrank with rank 0"),
         ({"kind": "linear", "rank": 4}, "block 1 is linear with rank 4"),
         ({"kind": "bias", "rank": 4}, "block 1 is bias with rank 4"),
+        ({"kind": "pruned", "rank": 0}, "block 1 is pruned with rank 0 and 0 neurons, that is bias"),
+        ({"kind": "pruned", "rank": 3, "neurons": 4}, "block 1 is pruned with rank 3 and 4 neurons, that is hybrid"),
+        ({"kind": "pruned", "rank": 0, "neurons": 49}, "keeps 49 neurons in block 1, which has 48 neurons"),
+        ({"kind": "hybrid", "rank": 2, "neurons": -1}, "blocks.1.replacement.neurons"),
         ({"kind": "lowrank", "rank": -1}, "blocks.1.replacement.rank"),
         ({"kind": "lowrank", "rank": "four"}, "blocks.1.replacement.rank"),
         ({"kind": "magic"}, "blocks.1.replacement.kind"),
