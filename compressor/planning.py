@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from compressor.agreement import Agreement
@@ -161,9 +162,8 @@ class Planner:
         """The largest plan that is expected to fit, without forms that are slower than what they replace."""
         while True:
             plans = [plan for plan in self.plans if plan[1] < ceiling]
-            best = bracket(
-                plans, self.limit * tighten / self.gain, lambda k, plans=plans: self.cost(*plans[k], tighten)
-            )
+            costs = partial(self.cost_of, plans, tighten)
+            best = bracket(plans, self.limit * tighten / self.gain, costs)
             if best is None:
                 return None
             forms, predicted = self.fill(*plans[best], tighten, ceiling)
@@ -173,6 +173,9 @@ class Planner:
             self.progress.say(f"  smaller but slower, so not chosen: {', '.join(sorted(map(str, slow)))}")
             self.banned |= slow
             self.lay_out()
+
+    def cost_of(self, plans: list[tuple[dict[int, Form], float]], tighten: float, which: int) -> float:
+        return self.cost(*plans[which], tighten)
 
     def cost(self, forms: Forms, predicted: float, tighten: float) -> float:
         """What a plan is expected to spend once it is compensated."""

@@ -1,24 +1,28 @@
 """What an error at a block's output costs the model, predicted from gradients without running any replacement.
 
 One backward pass over some held-out windows gives, for every block, rows of its input x and of the loss gradient g at
-its output. A replacement that errs by e then costs about ½·E[(g·e)²] nats per token.
+its output. A replacement that errs by e then costs about ½·E[(g·e)²] + E[g·e] nats per token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compressor.blocks import Block
+from compressor.blocks import Block, hidden_of
 from compressor.evaluating import batches, logits_batch
 from compressor.moments import ACCUMULATION_DTYPE
 from compressor.progress import Progress
 from compressor.regression import RankLadder
+from compressor.stream import Stream, resume
 
 GRADIENT_TOKENS = 4096
+MEAN_NOISE = 2.0  # rows of one window are not independent: so many times the variance of as many that are
 BACKWARD_TOKENS = 1024  # per batch: a backward pass keeps every activation
 
 
@@ -53,11 +57,57 @@ class Damage:
 def sample_gradients(
     model: Any, blocks: list[Block], windows: Tensor, progress: Progress, tokens: int = GRADIENT_TOKENS
 ) -> dict[int, Gradients]:
-    """Rows and gradients for every block from one backward pass over at most `tokens` tokens of the windows."""
+    """Rows and gradients for every block from one backward pass over at most `tokens` tokens of the windows.
+
+    The pass goes back layer by layer and runs each again from its stored input, so that only one layer's activations
+    are alive at a time, however deep the model is.
+    """
     windows = windows[: max(1, tokens // windows.shape[1])]
-    seq_len = windows.shape[1]
-    size = logits_batch(model, seq_len, max(1, BACKWARD_TOKENS // seq_len))
+    size = logits_batch(model, windows.shape[1], max(1, BACKWARD_TOKENS // windows.shape[1]))
     found: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {block.index: [] for block in blocks}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
+    parts = batches(windows, size)
+    try:
+        with watch_gradients(model, blocks, found):
+            for batch in progress.track("gradients", parts, len(parts)):
+                go_back(model, blocks, batch.to(model.device))
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
+    return {
+        index: Gradients(*(torch.cat(column) for column in zip(*rows, strict=True))) for index, rows in found.items()
+    }
+
+
+def go_back(model: Any, blocks: list[Block], batch: Tensor) -> None:
+    """The loss of one batch, back through every layer in turn."""
+    stream = Stream(model, blocks, batch, len(batch))
+    entries = []
+    for index in range(len(blocks)):
+        stream.advance(index)
+        entries.append(stream.states[0])
+    top = entries[-1].detach().requires_grad_()
+    stream.states = [top]
+    with torch.enable_grad(), resume(model, stream):
+        logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradient = top.grad
+    for index in reversed(range(len(blocks) - 1)):
+        entry = entries.pop(index).detach().requires_grad_()
+        with torch.enable_grad():
+            output = hidden_of(stream.layers[index](entry, **stream.calls[len(batch)][index]))
+        output.backward(gradient)  # type: ignore[no-untyped-call]
+        gradient = entry.grad
+
+
+@contextmanager
+def watch_gradients(
+    model: Any, blocks: list[Block], found: dict[int, list[tuple[Tensor, Tensor, Tensor]]]
+) -> Iterator[None]:
+    """While open, every backward pass through a block appends its rows (x, y, g) to `found`."""
     inputs: dict[int, Tensor] = {}
     handles = []
 
@@ -72,39 +122,21 @@ def sample_gradients(
             inputs[block.index] = flat(args[0] if args else kwargs["hidden_states"])
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Tensor, block: Block = block) -> None:
-            y, x = flat(output).clone(), inputs.pop(block.index)
+            x = inputs.pop(block.index)
+            if not output.requires_grad:
+                return
+            y = flat(output).clone()
             if block.residual_inside:
                 y = y - flat(args[1] if len(args) > 1 else kwargs["residual"])
-
-            def backward(gradient: Tensor) -> None:
-                g = flat(gradient)
-                found[block.index].append((x, y, g.clone()))
-
-            output.register_hook(backward)  # type: ignore[no-untyped-call]
+            output.register_hook(lambda g: found[block.index].append((x, y, flat(g).clone())))  # type: ignore[no-untyped-call]
 
         handles.append(ffn.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(last.register_forward_hook(after, with_kwargs=True))
-
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
-        p.requires_grad_(False)
-    handles.append(model.get_input_embeddings().register_forward_hook(lambda _m, _a, out: out.requires_grad_(True)))
-    parts = batches(windows, size)
     try:
-        for batch in progress.track("gradients", parts, len(parts)):
-            batch = batch.to(model.device)
-            with torch.enable_grad():
-                logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
-                loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
-                loss.backward()  # type: ignore[no-untyped-call]
+        yield
     finally:
         for handle in handles:
             handle.remove()
-        for p in trained:
-            p.requires_grad_(True)
-    return {
-        index: Gradients(*(torch.cat(column) for column in zip(*rows, strict=True))) for index, rows in found.items()
-    }
 
 
 def predict_damage(ladder: RankLadder, gradients: Gradients) -> Damage:
@@ -115,12 +147,23 @@ def predict_damage(ladder: RankLadder, gradients: Gradients) -> Damage:
     steps = coordinates.mul_(g @ ladder.outputs)
     start = (g @ ladder.mean_y - (g * y).sum(1))[:, None]
     projected = torch.cat([start, start + steps.cumsum(1)], dim=1)  # g·e for rank 0, 1, …, full
-    # The first-order term E[g·e] is left out: over a few thousand rows it is mostly noise.
-    by_rank = projected.square().mean(0) / 2
+    by_rank = nats_of(projected)
     factorised = (gradients.metric.to(errors) * (errors.T @ errors)).sum().item() / len(errors) / 2
     return Damage(by_rank=by_rank.cpu(), linear=by_rank[-1].item(), factorised=factorised)
 
 
 def damage_of(errors: Tensor, gradients: Gradients) -> float:
     """Predicted nats of a replacement that errs by this much on the gradients' rows."""
-    return ((errors * gradients.g.to(errors)).sum(1).square().mean() / 2).item()
+    return nats_of((errors * gradients.g.to(errors)).sum(1)).item()
+
+
+def nats_of(projected: Tensor) -> Tensor:
+    """½·E[(g·e)²] + E[g·e] from the rows g·e, the second term as far as it stands out of its noise.
+
+    Over a few thousand rows the mean is mostly noise for a small error and mostly signal for a large one. A total near
+    or below zero is noise too: no replacement mends a model.
+    """
+    first, second = projected.mean(0), projected.square().mean(0) / 2
+    noise = MEAN_NOISE * projected.var(0) / len(projected)
+    first = first * first.square() / (first.square() + noise).clamp_min(torch.finfo(first.dtype).tiny)
+    return torch.maximum(second + first, 0.1 * second)

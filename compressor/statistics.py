@@ -28,7 +28,7 @@ from compressor.stream import Stream
 from compressor.surveying import Survey, survey, unpack, unpack_moments
 from compressor.text import Text
 
-VERSION = 1  # of what is kept
+VERSION = 2  # of what is kept
 WORKSPACES = 5  # matrices of the size of the moments that a block needs at once
 MEMORY_SHARE = 0.8
 
