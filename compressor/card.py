@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from compressor.reporting import name_replacement, parameters_line, task_lines, text_lines
+from compressor.reporting import name_replacement, parameters_line, speed_lines, task_lines, text_lines
 
 
 def card(report: Mapping[str, Any]) -> str:
@@ -26,7 +26,8 @@ def card(report: Mapping[str, Any]) -> str:
         f"(compressor {report['tool']['version']}). Nothing was trained.\n",
     ]
     if "perplexity" in report:
-        lines = [*text_lines(report), parameters_line(report["parameters"]), *map(escape, task_lines(report))]
+        sizes = [parameters_line(report["parameters"]), *speed_lines(report)]
+        lines = [*text_lines(report), *sizes, *map(escape, task_lines(report))]
         parts.append("## Measured\n\n" + "".join(f"- {line}\n" for line in lines))
         text = report["text"]["verification"]
         names = ", ".join(Path(name).name for name in text["source"].split(", "))  # no local paths

@@ -1,7 +1,7 @@
 """What an error at a block's output costs the model, predicted from gradients without running any replacement.
 
 One backward pass over some held-out windows gives, for every block, rows of its input x and of the loss gradient g at
-its output. A replacement that errs by e then costs about ½·E[(g·e)²] + E[g·e] nats per token.
+its output. A replacement that errs by e then costs about ½·E[(g·e)²] nats per token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from compressor.regression import RankLadder
 from compressor.stream import Stream, resume
 
 GRADIENT_TOKENS = 4096
-MEAN_NOISE = 2.0  # rows of one window are not independent: so many times the variance of as many that are
 BACKWARD_TOKENS = 1024  # per batch: a backward pass keeps every activation
 
 
@@ -158,12 +157,5 @@ def damage_of(errors: Tensor, gradients: Gradients) -> float:
 
 
 def nats_of(projected: Tensor) -> Tensor:
-    """½·E[(g·e)²] + E[g·e] from the rows g·e, the second term as far as it stands out of its noise.
-
-    Over a few thousand rows the mean is mostly noise for a small error and mostly signal for a large one. A total near
-    or below zero is noise too: no replacement mends a model.
-    """
-    first, second = projected.mean(0), projected.square().mean(0) / 2
-    noise = MEAN_NOISE * projected.var(0) / len(projected)
-    first = first * first.square() / (first.square() + noise).clamp_min(torch.finfo(first.dtype).tiny)
-    return torch.maximum(second + first, 0.1 * second)
+    """½·E[(g·e)²] from the rows g·e. The first-order term E[g·e] is left out: over a few thousand rows it is noise."""
+    return projected.square().mean(0) / 2
