@@ -26,6 +26,8 @@ from compressor.text import Text
 
 TOKENS = 4096
 LIMITS = (0.25, 4.0)  # how far a prediction is corrected
+REACH = 3.0  # blocks: how fast neighbours matter less
+SPREAD = 0.05  # of the logarithm: how far blocks differ that are measured without noise, at least
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,25 @@ class Agreement:
         return rank_correlation([p.predicted for p in self.points], [p.measured for p in self.points])
 
     def factors(self) -> dict[int, float]:
-        """By how much to multiply a block's predictions. A measurement inside its own noise says little."""
+        """By how much to multiply a block's predictions: what was measured, drawn to its neighbours by its noise.
+
+        Unshrunk, the blocks whose measurement happened to come out low would be cut most. How far a prediction is off
+        changes slowly with depth, so the neighbours know best what a noisy block should have shown.
+        """
         logs = [math.log(clamped(p)) for p in self.points]
-        usual = sorted(logs)[len(logs) // 2] if logs else 0.0
+        noise = [(p.error / max(p.measured, p.error, 1e-300)) ** 2 for p in self.points]
+        around = []
+        for i in range(len(logs)):
+            near = [math.exp(-abs(i - j) / REACH) / (noise[j] + SPREAD) if j != i else 0.0 for j in range(len(logs))]
+            total = sum(near)
+            around.append(sum(w * log for w, log in zip(near, logs, strict=True)) / total if total else logs[i])
+        trust = [1 / (n + SPREAD) ** 2 for n in noise]
+        excess = [(log - mean) ** 2 - n for log, mean, n in zip(logs, around, noise, strict=True)]
+        real = max(0.0, sum(t * e for t, e in zip(trust, excess, strict=True)) / max(sum(trust), 1e-300))
         found = {}
-        for point, log in zip(self.points, logs, strict=True):
-            trust = point.predicted**2 / (point.predicted**2 + point.error**2 + 1e-300)
-            found[point.option.index] = math.exp(trust * log + (1 - trust) * usual)
+        for point, log, mean, n in zip(self.points, logs, around, noise, strict=True):
+            own = real / (real + n) if real + n > 0 else 1.0
+            found[point.option.index] = math.exp(own * log + (1 - own) * mean)
         return found
 
 

@@ -64,14 +64,19 @@ def sequence(hulls: list[list[Option]]) -> list[tuple[dict[int, Form], float]]:
     return plans
 
 
-def bracket(plans: list[tuple[dict[int, Form], float]], target: float, spend: Callable[[int], float]) -> int | None:
-    """The last plan of a growing sequence that spends at most 1, found by corrected prediction and bisection."""
-    low, high, scale = -1, len(plans), 1.0
+def bracket(
+    plans: list[tuple[dict[int, Form], float]], target: float, spend: Callable[[int], float], scale: float = 1.0
+) -> int | None:
+    """The last plan of a growing sequence that spends at most 1, found by corrected prediction and bisection.
+
+    `scale`: what predictions have to be multiplied with, as far as is known.
+    """
+    low, high = -1, len(plans)
     for trial in range(MOST_TRIALS):
         if high - low <= 1:
             break
         fitting = [k for k in range(low + 1, high) if scale * plans[k][1] <= target]
-        guess = max(fitting, default=low + 1) if trial % 3 != 2 else (low + high) // 2
+        guess = max(fitting, default=low + 1) if trial % 4 != 3 else (low + high) // 2
         used = spend(guess)
         scale = min(max(used * target / plans[guess][1], 0.2), 20.0)
         if used > 1:

@@ -89,6 +89,7 @@ class Planner:
         self.limit = min(self.limits.values())
         self.verdicts = {p.block.index: judge(p, self.damages[p.block.index], self.limit) for p in profile.blocks}
         self.gain = USUAL_GAIN if compensate else 1.0
+        self.scale = 1.0  # measured over predicted, of the last plan tried
         self.banned: set[Form] = set()
         self.lay_out()
 
@@ -163,7 +164,7 @@ class Planner:
         while True:
             plans = [plan for plan in self.plans if plan[1] < ceiling]
             costs = partial(self.cost_of, plans, tighten)
-            best = bracket(plans, self.limit * tighten / self.gain, costs)
+            best = bracket(plans, self.limit * tighten / self.gain, costs, self.scale)
             if best is None:
                 return None
             forms, predicted = self.fill(*plans[best], tighten, ceiling)
@@ -179,7 +180,9 @@ class Planner:
 
     def cost(self, forms: Forms, predicted: float, tighten: float) -> float:
         """What a plan is expected to spend once it is compensated."""
-        return self.gain * self.spend(self.bench.attempt(forms, predicted), tighten)
+        spent = self.spend(self.bench.attempt(forms, predicted), tighten)
+        self.scale = min(max(spent * self.limit * tighten / predicted, 0.2), 20.0) if predicted else 1.0
+        return self.gain * spent
 
     def fill(self, forms: Forms, predicted: float, tighten: float, ceiling: float) -> tuple[Forms, float]:
         """Spend what a plan leaves over: go further in the block that saves most and is predicted to fit."""
