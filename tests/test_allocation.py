@@ -170,7 +170,7 @@ def test_agreement_does_not_believe_a_lucky_block() -> None:
     points = [point(k, 1.0, 2.0 + 0.6 * torch.randn((), generator=generator).item(), error=0.6) for k in range(30)]
     factors = Agreement(points).factors()
     measured = [p.measured for p in points]
-    assert max(measured) / min(measured) > 2.5
+    assert max(measured) / min(measured) > 2
     assert max(factors.values()) / min(factors.values()) < (max(measured) / min(measured)) ** 0.5
     assert sum(factors.values()) / 30 == pytest.approx(2.0, rel=0.15)
     assert rank_correlation([1, 2, 3, 4], [10, 20, 25, 90]) == pytest.approx(1)
