@@ -151,8 +151,9 @@ def test_record_agrees_with_itself_and_the_weights(compressed: Path, models: Pat
 def test_result_loads_and_has_the_recorded_perplexity(compressed: Path, corpus: Path) -> None:
     """Counted here by hand, from the model that from_pretrained gives."""
     model = AutoModelForCausalLM.from_pretrained(compressed)
-    assert sum(isinstance(module, Replacement) for module in model.modules()) == 3
     record = read_record(compressed)
+    replaced = sum(kind != "keep" for kind, _ in replacements(record))
+    assert sum(isinstance(module, Replacement) for module in model.modules()) == replaced > 0
     text = compressor.load_text(
         corpus,
         AutoTokenizer.from_pretrained(compressed),
@@ -228,11 +229,14 @@ def test_plan_then_apply_is_the_whole_job(
     assert made.code == 0
     assert strict_json(file.read_text(encoding="utf-8")) == strict_json(made.out)
     assert list(tmp_path.iterdir()) == [file]
-    done = compress("apply", models / "gpt2", file, "--out", tmp_path / "applied", "--json")
+    done = compress("apply", models / "gpt2", file, "--out", tmp_path / "planned", "--json")
     assert done.code == 0, done.err
-    report = strict_json(done.out)
-    recorded = read_record(compressed)
-    assert replacements(strict_json(made.out)) == replacements(report) == replacements(recorded)
+    assert replacements(strict_json(made.out)) == replacements(strict_json(done.out))
+    # The record of a whole job, which verification text may have sent back to search, is a plan as well.
+    done = compress("apply", models / "gpt2", compressed / "compression.json", "--out", tmp_path / "applied", "--json")
+    assert done.code == 0, done.err
+    report, recorded = strict_json(done.out), read_record(compressed)
+    assert replacements(report) == replacements(recorded)
     assert sha256(tmp_path / "applied") == sha256(compressed)
     assert report["perplexity"] == recorded["perplexity"]
     assert report["parameters"] == recorded["parameters"]
