@@ -32,7 +32,6 @@ from compressor.verdicts import Verdict, judge
 MOST_FILLS = 4
 MOST_COMPENSATIONS = 3
 USUAL_GAIN = 0.85  # what compensation leaves of a plan's cost, until it was measured
-OBJECTIVES = ("speed", "size")
 
 
 def predict(model: Any, profile: Profile, text: Text, progress: Progress) -> dict[int, Damage]:
