@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test clean
+.PHONY: demo test browser clean
 
 demo: .venv/installed
 	$(BIN)/compress demo --max-dppl 1.0 --out ./demo-lin --overwrite
@@ -13,6 +13,10 @@ test: .venv/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# The tests of report.html need a Chromium or Chrome on the PATH; without one they are skipped. On Debian, as root:
+browser:
+	command -v chromium || command -v google-chrome || { apt-get update -qq && apt-get install -qq -y chromium; }
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

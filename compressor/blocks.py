@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from compressor.errors import InputError
@@ -140,6 +141,15 @@ def refuse_mixture(model: nn.Module, family: str) -> None:
 def unsupported(family: str, reason: str) -> InputError:
     known = ", ".join(sorted(ARCHITECTURES))
     return InputError(f"model type {family!r} is not supported: {reason}; supported are {known}")
+
+
+def run_block(model: nn.Module, block: Block, x: Tensor) -> Tensor:
+    """The block on rows [count, width], as its layer calls it: one sequence, no residual."""
+    first, *rest = (model.get_submodule(path) for path in (block.path, *block.bypass))
+    output = first(x[None], torch.zeros_like(x[None])) if block.residual_inside else first(x[None])
+    for module in rest:
+        output = module(output)
+    return output[0]  # type: ignore[no-any-return]
 
 
 def hidden_of(output: Any) -> Tensor:

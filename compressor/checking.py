@@ -18,9 +18,9 @@ from compressor.baseline import BaselineFile, baseline_of, compare_with, read_ba
 from compressor.budget import split_name
 from compressor.checkpoint import count_parameters
 from compressor.errors import InputError
+from compressor.jobs import Setting, make_evaluator, name_tasks, open_text, timings
 from compressor.models import load, source_of
 from compressor.page import page
-from compressor.pipeline import Setting, make_evaluator, name_tasks, open_text, timings
 from compressor.planfile import Part, PlannedBlock, PlannedBudget, PlannedReplacement, PlannedSource, list_mistakes
 from compressor.records import describe_assessment, describe_source, describe_text, describe_tool
 from compressor.saving import RECORD, write_json

@@ -17,7 +17,7 @@ from compressor.errors import DONE, INTERRUPTED, MISSED, explain, fail
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from compressor.pipeline import Setting
+    from compressor.jobs import Setting
 
 EXAMPLES = """
 Make a language model smaller with a promise: this much smaller, and no worse than that.
@@ -73,15 +73,15 @@ def refuse_early(
 
 def begin(trust_remote_code: bool, cache: Path | None = None, no_cache: bool = False) -> Setting:
     from compressor.cache import Cache, default_directory
-    from compressor.pipeline import Setting
+    from compressor.jobs import Setting
     from compressor.progress import Progress
 
     progress = Progress(visible=True)
     return Setting(progress, trust_remote_code, Cache(None if no_cache else cache or default_directory(), progress))
 
 
-def emit(report: dict[str, Any], as_json: bool, lines: list[str], table: Table | None) -> None:
-    """The result on stdout: JSON alone, or a table and a few lines."""
+def emit(report: dict[str, Any], as_json: bool, lines: list[str], table: Table | list[Table] | None) -> None:
+    """The result on stdout: JSON alone, or tables and a few lines."""
     from rich.console import Console
 
     from compressor.saving import to_json
@@ -90,8 +90,8 @@ def emit(report: dict[str, Any], as_json: bool, lines: list[str], table: Table |
         print(to_json(report))
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    if table is not None:
-        console.print(table)
+    for one in table if isinstance(table, list) else [table] if table else []:
+        console.print(one)
         console.print()
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
@@ -117,6 +117,11 @@ def run(
     task_limit: opt.TaskLimit = None,
     generate: opt.Generate = None,
     prompts: opt.Prompts = None,
+    swap: opt.Swap = None,
+    swap_tokens: opt.SwapTokens = None,
+    probe: opt.Probe = None,
+    probe_steps: opt.ProbeSteps = None,
+    cross: opt.Cross = None,
     batch_size: opt.BatchSize = None,
     seed: opt.Seed = None,
     device: opt.Device = None,
@@ -140,27 +145,47 @@ def run(
 
 @app.command()
 def profile(
-    model: opt.Model = None,
-    text: opt.TextNames = None,
+    models: opt.Models = None,
+    out: Annotated[str | None, typer.Option(help="directory of the report  [MODEL-profile]")] = None,
+    overwrite: opt.Overwrite = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option("--text", help="UTF-8 file, wikitext2, hub:OWNER/NAME, or demo; repeat to compare corpora"),
+    ] = None,
     recipe_file: opt.RecipeFile = None,
+    swap: opt.Swap = None,
+    swap_tokens: opt.SwapTokens = None,
+    probe: opt.Probe = None,
+    probe_steps: opt.ProbeSteps = None,
+    cross: opt.Cross = None,
     seq_len: opt.SeqLen = None,
     calib_tokens: opt.CalibTokens = None,
+    select_tokens: opt.SelectTokens = None,
+    verify_tokens: opt.VerifyTokens = None,
     batch_size: opt.BatchSize = None,
     seed: opt.Seed = None,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
     revision: opt.Revision = None,
+    cache: opt.CacheDirectory = None,
+    no_cache: opt.NoCache = False,
     trust_remote_code: opt.Trust = False,
     as_json: opt.Json = False,
     debug: opt.Debug = False,
 ) -> None:
-    """Measure only: how linear every block is, and which must not be touched."""
-    values = recipe_keys(locals())
-    refuse_early(model, values)
-    from compressor import pipeline, recipe, reporting
+    """The linearity report: how linear every block is, what it costs to replace it, and which must not be touched.
 
-    report = pipeline.profile(recipe.resolve(recipe_file, values), begin(trust_remote_code))
-    emit(report, as_json, reporting.profile_lines(report), reporting.block_table(report))
+    Writes report.html, figures, JSON and CSV; --json without --out only prints the record.
+    """
+    values = recipe_keys(locals())
+    values.pop("models")
+    for model in [*(models or []), *([cross] if cross else [])]:
+        refuse_early(model, values)
+    from compressor import profiling, recipe, summarising
+
+    settings = recipe.resolve(recipe_file, values)
+    report = profiling.profile(settings, models or [], begin(trust_remote_code, cache, no_cache), write=not as_json)
+    emit(report, as_json, summarising.profile_lines(report), summarising.profile_tables(report))
 
 
 @app.command()

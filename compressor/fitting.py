@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.blocks import Block, hidden_of
+from compressor.blocks import Block
 from compressor.forms import Form, Forms
 from compressor.measuring import moments_device
 from compressor.modeling_compressor import Replacement, restore, swap
@@ -16,7 +16,7 @@ from compressor.models import source_of
 from compressor.moments import ACCUMULATION_DTYPE
 from compressor.neurons import Neurons
 from compressor.statistics import Statistics, collect, own_bias
-from compressor.stream import Stream
+from compressor.stream import Stream, stream_gain
 from compressor.subsets import Fitted, choose_strength, root_of
 from compressor.surveying import Survey, best_fit, kept_sets, outer_of
 
@@ -99,36 +99,14 @@ class Fitter:
         return survey, outer, bias, root_of(survey.metric.to(self.device))
 
     def module(self, survey: Survey, form: Form, fitted: Fitted) -> Replacement:
-        made = build_replacement(survey.block, survey.neurons, form, fitted).to(self.dtype)
-        reference = next(self.model.get_submodule(survey.block.path).parameters())
-        return made.to(device=reference.device, dtype=reference.dtype)
+        made = build_replacement(survey.block, survey.neurons, form, fitted)
+        return settle(made, self.model, survey.block, self.dtype)
 
 
-@torch.no_grad()
-def stream_gain(model: Any, block: Block, stream: Stream) -> float | None:
-    """How many times over the layer adds the block's output to its stream; None when a norm stands between."""
-    last = model.get_submodule(block.bypass[-1] if block.bypass else block.path)
-    state = stream.states[0]
-    call = stream.calls[len(state)][stream.position]
-    layer = stream.layers[stream.position]
-    nudges: list[Tensor] = []
-
-    def nudge(_: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(output.shape, generator=generator).to(output)
-        nudges.append(noise * output.float().square().mean().sqrt().to(output))
-        return output + nudges[0]
-
-    before = hidden_of(layer(state, **call)).double()
-    handle = last.register_forward_hook(nudge)
-    try:
-        moved = hidden_of(layer(state, **call)).double() - before
-    finally:
-        handle.remove()
-    by = nudges[0].double().reshape(moved.shape)  # OPT flattens its rows
-    gain = (moved * by).sum() / by.square().sum().clamp_min(1e-300)
-    rest = (moved - gain * by).square().sum()
-    return gain.item() if gain > 0 and rest <= 1e-4 * moved.square().sum() else None
+def settle(module: Replacement, model: Any, block: Block, stored: torch.dtype) -> Replacement:
+    """The module as it can stand in the block's place: rounded to the stored dtype, then as the model computes."""
+    reference = next(model.get_submodule(block.path).parameters())
+    return module.to(stored).to(device=reference.device, dtype=reference.dtype)
 
 
 def build_replacement(block: Block, neurons: Neurons | None, form: Form, fitted: Fitted) -> Replacement:

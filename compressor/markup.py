@@ -93,6 +93,7 @@ def noted(word: Any, note: Any) -> Html:
 NOTHING = Html("")
 NUMBERS: dict[str, Callable[[Any], str]] = {
     **{"num": num, "signed": lambda value: num(value, "+"), "percent": percent, "interval": interval},
+    "exponent": lambda value: f"{value:.1e}" if is_number(value) else MISSING,
     "size": lambda block: change(block, "params_before", "params_after"),
 }
 PASSED, FAILED, UNSAFE = (e("b", w, class_=c) for w, c in (("passed", "good"), ("FAILED", "bad"), ("unsafe", "bad")))
@@ -100,8 +101,9 @@ WORDS: dict[str, Callable[[Any], Any]] = {
     **{"words": lambda value: value, "code": lambda value: e("code", value)},
     "files": lambda names: ", ".join(map(last_part, str(names or MISSING).split(", "))),
     "check": lambda check: noted(check.get("name"), check.get("detail")),
+    "yes": lambda value: "yes" if value else "NO",
     "result": lambda passed: NOTHING if passed is None else PASSED if passed is True else FAILED,
-    "judged": lambda block: noted(UNSAFE, block.get("reason")) if failed(block) else block.get("verdict"),
+    "judged": lambda block: noted(UNSAFE if failed(block) else block.get("verdict"), block.get("reason")),
     "replaced": lambda now: name_replacement(now) if now else "",
 }
 # Columns of each table: heading; how to show it, if not as a number; key in the record, if not the heading (* is all).
@@ -116,6 +118,29 @@ COLUMNS = {
     "share of rise, percent, share",
     "blocks": "block, words, index; R²_lin, num, r2_lin; stream R², num, r2_stream; verdict, judged, *;"
     "replacement, replaced; parameters, size, *",
+    "linearity": "block, words, index; R²_lin, num, r2_lin; 95 % interval, interval, r2_lin_ci95; stream R², num,"
+    "r2_stream; median feature, num, r2_median; effective rank of the output, num, effective_rank; of the input, num,"
+    "input_effective_rank; directions of the input, num, input_rank; condition number, exponent, condition_number;"
+    "top 0.1 % of rows, percent, top_row_share; ΔPPL alone, signed, swap_delta; predicted nats, num, predicted_dloss",
+    "verdicts": "block, words, index; verdict, judged, *; parameters, num, params_before; as a linear map, num,"
+    "linear_params; rank for 99 %, num, rank_99; its parameters, num, rank_99_params",
+    "together": "blocks, words, names; removed, percent, removed_fraction; perplexity, num, compressed;"
+    "Δ, signed, delta; 95 % interval, interval, delta_ci95",
+    "rows": "token, code; position; window; share of variance, percent, share; text around it, words, around",
+    "ladder": "block, words, index; R²_lin, num, r2_lin; rank for 99 %, num, rank_99; its parameters, num,"
+    "rank_99_params; the block's, num, params_before; a full linear map's, num, linear_params",
+    "bilinear": "block, words, index; R²_lin, num, bilinear_r2_lin; with the probe, num, bilinear_r2_poly; gain,"
+    "signed, bilinear_gain; iterations, num, bilinear_iterations; converged, yes, bilinear_converged",
+    "trained": "block, words, index; closed form, num, trained_r2_lin; trained, num, trained_r2; below it by, num,"
+    "trained_gap; condition number, exponent, condition_number",
+    "cross": "block, words, index; other's block, num, cross_other_index; own on own, num, cross_own; own on other's,"
+    "num, cross_own_on_other; own on white, num, cross_own_on_white; other's on its own, num, cross_other; other's on"
+    " these, num, cross_other_on_own; other's on white, num, cross_other_on_white",
+    "agreed": "corpus, words, first; and, words, second; rank correlation of R²_lin, num, rank_correlation;"
+    "largest difference, num, largest_difference",
+    "models": "model, words, name; parameters; blocks; lowest R²_lin, num, lowest; median; highest; spread;"
+    "mean step between neighbours, num, mean_jump; turns; rank correlation with depth, num,"
+    "rank_correlation_with_depth",
     "agreement": "block, words, index; replacement, words; predicted; measured, signed; standard error, num,"
     "standard_error",
     "speed": "measure, words, name; source; compressed; ratio",
@@ -139,7 +164,8 @@ def table(label: str, kind: str, entries: Any) -> Html:
     for row in records(entries):
         first, *cells = (shows[how](row if key == "*" else row.get(key)) for _, how, key in fields)
         line = [e("td", cell, class_=side) for cell, side in zip(cells, sides[1:], strict=True)]
-        body.append(e("tr", e("th", first, scope="row"), *line, class_="hit" if failed(row) else None))
+        attributes = {"class_": "hit" if failed(row) else None, "data_block": row.get("index")}
+        body.append(e("tr", e("th", first, scope="row"), *line, **attributes))
     top = [e("th", name, scope="col", class_=side) for (name, *_), side in zip(fields, sides, strict=True)]
     full = e("table", e("thead", e("tr", *top)), e("tbody", *body))
     return e("div", full, class_="scroll", role="region", aria_label=label, tabindex="0") if body else NOTHING

@@ -18,17 +18,49 @@ from compressor.errors import InputError
 from compressor.evaluating import batches
 from compressor.moments import ACCUMULATION_DTYPE, Moments
 from compressor.progress import Progress
-from compressor.regression import AffineMap, decompose, effective_rank, feature_errors, r_squared, solve
+from compressor.regression import (
+    AffineMap,
+    Spectrum,
+    decompose,
+    effective_count,
+    effective_rank,
+    feature_errors,
+    r_squared,
+    rank_r2,
+    solve,
+)
 from compressor.text import Text
 
 TOP_ROWS = 0.001
-FIGURES = ("r2_lin", "r2_stream", "r2_median", "effective_rank", "condition_number", "top_row_share")
+NAMED_ROWS = 8  # of the largest held-out rows of a block, the ones that are told by token
+FIGURES = (
+    "r2_lin",
+    "r2_stream",
+    "r2_median",
+    "effective_rank",
+    "condition_number",
+    "input_effective_rank",
+    "input_rank",
+    "top_row_share",
+    "top_position",
+    "top_position_share",
+)
 RESAMPLES = 2000
+ENOUGH = 0.99  # of R²_lin: the rank that reaches it is reported
+
+
+@dataclass(frozen=True)
+class TopRow:
+    """A held-out row that carries much of its block's variance: its window, its place there, its share."""
+
+    window: int
+    position: int
+    share: float
 
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """What was measured of one block, and the moments that its replacements are predicted from."""
+    """What was measured of one block, and its exact least-squares map."""
 
     block: Block
     r2_lin: float
@@ -37,10 +69,20 @@ class BlockProfile:
     r2_median: float
     effective_rank: float
     condition_number: float
+    input_effective_rank: float  # directions that carry the input's variance
+    input_rank: float  # directions in which the input varies at all
     top_row_share: float
-    # Stream-weighted moments of the fitting and of the held-out windows; a profile that was read from disk has none.
-    fit: Moments | None = field(default=None, repr=False)
-    held: Moments | None = field(default=None, repr=False)
+    top_position: float  # the place in the window that carries most variance, and its share
+    top_position_share: float
+    top_rows: tuple[TopRow, ...]
+    ladder: Tensor = field(repr=False)  # R² of the best map of rank 0, 1, …
+    linear: AffineMap = field(repr=False)
+
+    @property
+    def enough_rank(self) -> int:
+        """The smallest rank whose R² reaches 99 % of R²_lin."""
+        wanted = min(ENOUGH * self.r2_lin, self.r2_lin) - 1e-9  # the full rank reaches R²_lin but for its rounding
+        return int((self.ladder >= wanted).nonzero()[0])
 
 
 @dataclass(frozen=True)
@@ -53,16 +95,35 @@ class Profile:
     seq_len: int
 
     def pack(self) -> dict[str, Tensor]:
-        """Everything but the moments, as tensors for the cache."""
+        """All of it, as tensors for the cache."""
         rows = [[*(getattr(p, name) for name in FIGURES), *p.r2_lin_ci95] for p in self.blocks]
-        figures = torch.tensor(rows, dtype=ACCUMULATION_DTYPE)
-        return {"figures": figures, "rows": torch.tensor([self.rows_fitted, self.rows_held_out, self.seq_len])}
+        tops = [[[row.window, row.position, row.share] for row in p.top_rows] for p in self.blocks]
+        return {
+            "figures": torch.tensor(rows, dtype=ACCUMULATION_DTYPE),
+            "rows": torch.tensor([self.rows_fitted, self.rows_held_out, self.seq_len]),
+            "tops": torch.tensor(tops, dtype=ACCUMULATION_DTYPE),
+            "ladders": torch.stack([p.ladder.cpu() for p in self.blocks]),
+            "weights": torch.stack([p.linear.weight.cpu() for p in self.blocks]),
+            "means_x": torch.stack([p.linear.mean_x.cpu() for p in self.blocks]),
+            "means_y": torch.stack([p.linear.mean_y.cpu() for p in self.blocks]),
+        }
 
 
 def unpack_profile(blocks: list[Block], kept: Mapping[str, Tensor]) -> Profile:
     profiles = []
-    for block, (*figures, low, high) in zip(blocks, kept["figures"].tolist(), strict=True):
-        profiles.append(BlockProfile(block=block, r2_lin_ci95=(low, high), **dict(zip(FIGURES, figures, strict=True))))
+    maps = map(AffineMap, kept["weights"], kept["means_x"], kept["means_y"])
+    columns = zip(blocks, kept["figures"].tolist(), kept["tops"].tolist(), kept["ladders"], maps, strict=True)
+    for block, (*figures, low, high), tops, ladder, linear in columns:
+        profiles.append(
+            BlockProfile(
+                block=block,
+                r2_lin_ci95=(low, high),
+                top_rows=tuple(TopRow(int(window), int(position), share) for window, position, share in tops),
+                ladder=ladder,
+                linear=linear,
+                **dict(zip(FIGURES, figures, strict=True)),
+            )
+        )
     fitted, held_out, seq_len = kept["rows"].tolist()
     return Profile(profiles, fitted, held_out, seq_len)
 
@@ -121,10 +182,10 @@ def measure(model: Any, text: Text, *, batch_size: int = 8, seed: int = 0, progr
         run(text.fitting, "measure")
 
     maps: dict[int, AffineMap] = {}
-    conditions: dict[int, float] = {}
+    spectra: dict[int, Spectrum] = {}
     for block in progress.track("solve", blocks, len(blocks)):
-        spectrum = decompose(plain[block.index].xx)
-        maps[block.index], conditions[block.index] = solve(plain[block.index], spectrum), spectrum.condition_number
+        spectra[block.index] = decompose(plain[block.index].xx)
+        maps[block.index] = solve(plain[block.index], spectra[block.index])
     rows_fitted = plain[blocks[0].index].rows
     plain.clear()
 
@@ -144,12 +205,14 @@ def measure(model: Any, text: Text, *, batch_size: int = 8, seed: int = 0, progr
         run(text.held_out, "measure")
 
     def describe(block: Block) -> BlockProfile:
-        held, fit = held_plain[block.index], maps[block.index]
+        held, fit, spectrum = held_plain.pop(block.index), maps[block.index], spectra.pop(block.index)
         errors = feature_errors(fit, held)
         features = 1 - errors / held.variances
         energies = torch.cat(held_out[block.index].energies)
-        top = energies.topk(max(1, round(TOP_ROWS * len(energies)))).values.sum() / energies.sum()
-        stream_fit, stream_held = weighted[block.index], held_weighted[block.index]
+        shares = (energies / energies.sum()).nan_to_num()
+        tops = shares.topk(min(NAMED_ROWS, len(shares)))
+        places = shares.reshape(-1, seq_len).sum(0)
+        stream_fit, stream_held = weighted.pop(block.index), held_weighted.pop(block.index)
         stream_map = solve(stream_fit, decompose(stream_fit.xx))
         return BlockProfile(
             block=block,
@@ -158,10 +221,18 @@ def measure(model: Any, text: Text, *, batch_size: int = 8, seed: int = 0, progr
             r2_stream=r_squared(feature_errors(stream_map, stream_held), stream_held),
             r2_median=features.nan_to_num(nan=1.0, neginf=-1.0).median().item(),
             effective_rank=effective_rank(held.yy),
-            condition_number=conditions[block.index],
-            top_row_share=top.nan_to_num().item(),
-            fit=stream_fit,
-            held=stream_held,
+            condition_number=spectrum.condition_number,
+            input_effective_rank=effective_count(spectrum.values),
+            input_rank=spectrum.rank,
+            top_row_share=shares.topk(max(1, round(TOP_ROWS * len(shares)))).values.sum().item(),
+            top_position=int(places.argmax()),
+            top_position_share=places.max().item(),
+            top_rows=tuple(
+                TopRow(row // seq_len, row % seq_len, share)
+                for row, share in zip(tops.indices.tolist(), tops.values.tolist(), strict=True)
+            ),
+            ladder=rank_r2(fit, spectrum, held),
+            linear=fit,
         )
 
     profiles = [describe(block) for block in progress.track("solve", blocks, len(blocks))]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from compressor.blocks import Block
+from compressor.blocks import Block, run_block
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "quick_gelu", "gelu_fast", "mish")
 PROBE_ROWS = 16
@@ -72,7 +72,7 @@ def find_neurons(model: nn.Module, block: Block) -> Neurons | None:
     reference = matrices[0][1].weight
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(PROBE_ROWS, block.width, generator=generator).to(reference)
-    wanted = run(parts, x, block.residual_inside)
+    wanted = run_block(model, block, x)
     scale = wanted.float().square().mean().sqrt().clamp_min(1e-30)
     best, least = None, TOLERANCE.get(reference.dtype, 1e-2)
     for candidate, outer_bias in arrangements(matrices, block.width):
@@ -82,15 +82,6 @@ def find_neurons(model: nn.Module, block: Block) -> Neurons | None:
         if error < least:
             best, least = candidate, error
     return best
-
-
-def run(parts: list[nn.Module], x: Tensor, residual_inside: bool) -> Tensor:
-    """The block on these rows, as its layer calls it: one sequence, no residual."""
-    first, *rest = parts
-    output = first(x[None], torch.zeros_like(x[None])) if residual_inside else first(x[None])
-    for module in rest:
-        output = module(output)
-    return output[0]  # type: ignore[no-any-return]
 
 
 def arrangements(matrices: list[tuple[str, Any]], width: int) -> Iterator[tuple[Neurons, Tensor | None]]:

@@ -8,6 +8,10 @@ from typing import Annotated
 import typer
 
 Model = Annotated[str | None, typer.Argument(help="hub id, local directory, or `demo`", show_default=False)]
+Models = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="MODEL...", help="hub ids, local directories, or `demo`", show_default=False),
+]
 Directory = Annotated[Path, typer.Argument(help="a directory that compress wrote", show_default=False)]
 MaxDppl = Annotated[
     list[str] | None,
@@ -55,6 +59,25 @@ Revision = Annotated[str | None, typer.Option(help="commit, branch or tag of a h
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="run code that comes with the model")]
 Json = Annotated[bool, typer.Option("--json", help="print the report alone, as JSON")]
 Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
+
+# of the linearity report
+Swap = Annotated[
+    bool | None,
+    typer.Option(
+        "--swap/--no-swap",
+        help="replace every block alone by its linear map and measure ΔPPL  [on below 500 M parameters]",
+        show_default=False,
+    ),
+]
+SwapTokens = Annotated[int | None, typer.Option(help="tokens of the selection text for --swap  [4096]")]
+Probe = Annotated[
+    list[str] | None,
+    typer.Option(help="bilinear: is the residual quadratic; trained: how far Adam stays below the closed form"),
+]
+ProbeSteps = Annotated[int | None, typer.Option(help="steps of --probe trained  [1000]")]
+Cross = Annotated[
+    str | None, typer.Option(help="a model of the same width: its blocks on this model's inputs, and the reverse")
+]
 
 # of `check` alone
 SourceModel = Annotated[str | None, typer.Option("--source", help="the source model  [as recorded]")]

@@ -1,15 +1,20 @@
-"""The record of an assessment as one HTML page (report.html): no request, no script, no other file.
+"""A record, of an assessment or of a profile, as one HTML page (report.html): no request, no other file, one script.
 
-A section is a function of the record that returns `NOTHING` when the record lacks what it shows; see `SECTIONS`.
+A section is a function of the record that returns `NOTHING` when the record lacks what it shows: `ASSESSMENT`,
+`PROFILE` and `SEVERAL` say which stand on which page.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from compressor import plots, sections
+from compressor.charts import Axis, Chart, Point, Series
 from compressor.markup import (
     NOTHING,
     Html,
@@ -29,6 +34,7 @@ from compressor.markup import (
     table,
     titled,
 )
+from compressor.plots import SCRIPT, plot
 
 
 def cost(report: Record) -> tuple[str, bool]:
@@ -141,25 +147,25 @@ def agreement(report: Record) -> Html:
     points = [p for p in found.get("blocks") or [] if all(is_number(p.get(k)) for k in ("predicted", "measured"))]
     if not points:
         return NOTHING
-    most = max(max(p["predicted"], p["measured"]) for p in points) or 1.0
+    most = max(max(p["predicted"], p["measured"]) for p in points)
     least = max(1e-3 * most, min(min(p["predicted"], p["measured"]) for p in points))
+    ends = (least / 1.4, most * 1.4) if least > 0 else None
+    x, y = (Axis(f"{which}, nats per token", log=True, limits=ends) for which in ("predicted", "measured"))
+    dots = Series("blocks", tuple(map(calibration, points)), kind="dots")
+    said = f"Rank correlation {num(found.get('rank_correlation'))}. The line is equality; both axes are logarithmic; "
+    said += "a hollow mark is beyond the end of an axis."
+    name = "One replacement in every block alone"
+    chart = Chart("agreement", name, x, y, (dots,), caption=said, diagonal=True)
+    return titled("section", title, plot(chart), titled("details", "Table", table(title, "agreement", points)))
 
-    def place(value: float) -> float:
-        """Percent of the way, on a logarithmic scale."""
-        share = math.log(max(value, least) / least) / (math.log(most / least) or 1.0)
-        return 8 + 84 * min(share, 1.0)
 
-    shapes = [e("title", title), e("line", x1="8%", y1="92%", x2="92%", y2="8%")]
-    for p in points:
-        x, y = place(p["predicted"]), 100 - place(p["measured"])
-        shapes.append(e("circle", e("title", f"block {p.get('index')}"), cx=f"{x:.1f}%", cy=f"{y:.1f}%", r="4"))
-        shapes.append(e("text", p.get("index"), x=f"{x:.1f}%", y=f"{y:.1f}%", dx="6", dy="-4"))
-    shapes.append(e("text", "measured, nats per token", x="8%", y="4%"))
-    shapes.append(e("text", "predicted, nats per token", x="92%", y="99%", text_anchor="end"))
-    drawn = e("svg", *shapes, width="100%", height="360", role="img")
-    said = f"One replacement in every block alone; rank correlation {num(found.get('rank_correlation'))}. The line is "
-    said += "equality; both axes are logarithmic."
-    return titled("section", title, e("p", said), drawn, titled("details", "Table", table(title, "agreement", points)))
+def calibration(entry: Record) -> Point:
+    """One block of the calibration plot."""
+    index, error = entry.get("index"), entry.get("standard_error")
+    said = f"block {index}, {entry.get('replacement')}: predicted {num(entry['predicted'])}, measured "
+    said += num(entry["measured"], "+") + (f" ± {num(error)}" if is_number(error) else "")
+    block = index if isinstance(index, int) else None
+    return Point(entry["predicted"], entry["measured"], label=str(index), note=said, block=block)
 
 
 def speed(report: Record) -> Html:
@@ -190,14 +196,20 @@ def provenance(report: Record) -> Html:
     facts |= {"parameters": change(parameters, "before", "after"), "window length": text.get("seq_len")}
     facts |= {"seed": (report.get("recipe") or {}).get("seed")}
     splits = {name: split for name, split in text.items() if isinstance(split, Mapping)}
-    times = titled("details", "Timings, in seconds", table("Timings", "facts", report.get("timings")))
+    times = titled("div", "Time of each stage, in seconds", table("Timings", "facts", report.get("timings")))
     return titled("section", "Provenance", table("Versions", "facts", facts), table("Texts", "splits", splits), times)
 
 
 TITLES = {"checks": "Checks", "texts": "Perplexity", "tasks": "Tasks", "blocks": "Blocks"}
 checks, texts, tasks, blocks = (listed(title, key) for key, title in TITLES.items())
-SECTIONS = (headline, checks, texts, tasks, speed, talk, hurts, blocks, agreement, provenance)
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+Layout = tuple[Callable[[Record], Html], ...]
+ASSESSMENT: Layout = (headline, checks, texts, tasks, speed, talk, hurts, blocks)
+ASSESSMENT += (*sections.SECTIONS, agreement, provenance)
+PROFILE: Layout = (sections.opening, sections.verdicts, *sections.SECTIONS, provenance)
+SEVERAL: Layout = (sections.opening, sections.compared, lambda report: sections.each(report, provenance))
+HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode("utf-8")).digest()).decode("ascii")
+POLICY = f"default-src 'none'; script-src 'sha256-{HASH}'; style-src 'unsafe-inline'; img-src data:; "
+POLICY += "base-uri 'none'; form-action 'none'"
 CSS = """
 :root{color-scheme:light dark;--bg:#fff;--soft:#f4f5f7;--ink:#1b1d21;--dim:#5a616c;--line:#dde0e5;--good:#17693a;
 --bad:#b3231b;--hit:#fdefee;--bar:#39699f;--mark:#fbe7a9;--warn:#9a6700}
@@ -226,9 +238,13 @@ mark{background:var(--mark);color:inherit}svg{display:block;font-size:13px}text{
 
 def page(report: Record) -> str:
     """The whole document; a key that is missing leaves out its section."""
-    name = last_part((report.get("source") or {}).get("model"))
+    layout, name = ASSESSMENT, f"{last_part((report.get('source') or {}).get('model'))}, compressed"
+    if "profiles" in report:
+        layout, name = SEVERAL, sections.title(report)
+    elif "shape" in report and "perplexity" not in report:
+        layout, name = PROFILE, sections.title(report)
     meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     meta += f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><link rel="icon" href="data:,">'
-    head = e("head", Html(meta), e("title", name, ", compressed"), e("style", Html(CSS)))
-    main = e("main", *(build(report) for build in SECTIONS))
-    return f"<!DOCTYPE html>\n{e('html', head, e('body', main), lang='en')}\n"
+    head = e("head", Html(meta), e("title", name), e("style", Html(CSS + plots.CSS)))
+    main = e("main", *(build(report) for build in layout))
+    return f"<!DOCTYPE html>\n{e('html', head, e('body', main, e('script', Html(SCRIPT))), lang='en')}\n"

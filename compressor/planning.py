@@ -21,9 +21,8 @@ from compressor.measuring import Profile
 from compressor.modeling_compressor import Replacement
 from compressor.patching import patch, patched
 from compressor.progress import Progress
-from compressor.sensitivity import Damage, predict_damage, sample_gradients
+from compressor.sensitivity import Damage
 from compressor.statistics import Statistics
-from compressor.surveying import fit_ladder
 from compressor.text import Text
 from compressor.timing import slower
 from compressor.trials import Bench, Trial, label
@@ -32,18 +31,6 @@ from compressor.verdicts import Verdict, judge
 MOST_FILLS = 4
 MOST_COMPENSATIONS = 3
 USUAL_GAIN = 0.85  # what compensation leaves of a plan's cost, until it was measured
-
-
-def predict(model: Any, profile: Profile, text: Text, progress: Progress) -> dict[int, Damage]:
-    """The predicted damage of every block's linear maps, from one backward pass over held-out windows."""
-    gradients = sample_gradients(model, [p.block for p in profile.blocks], text.held_out, progress)
-    damages: dict[int, Damage] = {}
-    for p in progress.track("predict", profile.blocks, len(profile.blocks)):
-        rows = gradients.pop(p.block.index)
-        assert p.fit is not None
-        assert p.held is not None
-        damages[p.block.index] = predict_damage(fit_ladder(p.fit, p.held, rows.metric), rows)
-    return damages
 
 
 @dataclass(frozen=True)

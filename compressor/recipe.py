@@ -83,6 +83,11 @@ class Recipe(BaseModel):
     max_task_drop: Amounts | None = None
     generate: Annotated[int, Field(strict=True, ge=0, le=1024)] = CONTINUATION_TOKENS
     prompts: str | None = None
+    swap: Annotated[bool, Field(strict=True)] | None = None
+    swap_tokens: Count = 4096
+    probe: Annotated[list[Literal["bilinear", "trained"]], BeforeValidator(split_commas)] | None = None
+    probe_steps: Count = 1000
+    cross: str | None = None
     batch_size: Count = 8
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     device: str = "auto"

@@ -23,16 +23,13 @@ from compressor.checkpoint import count_parameters
 from compressor.dissecting import Band, Hurt
 from compressor.evaluating import Evaluation
 from compressor.generating import Talk
-from compressor.measuring import BlockProfile, Profile
 from compressor.modeling_compressor import Replacement
 from compressor.models import source_of
 from compressor.patching import specs
 from compressor.planning import Plan
-from compressor.sensitivity import Damage
 from compressor.tasks import Drop, Task
 from compressor.text import SPLITS, UNNAMED, Split, Text
 from compressor.timing import Speed
-from compressor.verdicts import Verdict
 
 SCHEMA_VERSION = 1
 KEEP = {"kind": "keep", "rank": None, "neurons": None}
@@ -82,41 +79,6 @@ def describe_model(model: Any) -> dict[str, Any]:
 
 def short(spec: Mapping[str, Any]) -> dict[str, Any]:
     return {key: spec[key] for key in KEEP}
-
-
-def describe_block(measured: BlockProfile, verdict: Verdict, damage: Damage) -> dict[str, Any]:
-    return {
-        "index": measured.block.index,
-        "path": measured.block.path,
-        "r2_lin": measured.r2_lin,
-        "r2_lin_ci95": list(measured.r2_lin_ci95),
-        "r2_stream": measured.r2_stream,
-        "r2_median": measured.r2_median,
-        "effective_rank": measured.effective_rank,
-        "condition_number": measured.condition_number,
-        "top_row_share": measured.top_row_share,
-        "predicted_dloss": damage.linear,
-        "predicted_dloss_factorised": damage.factorised,
-        "params_before": measured.block.parameters,
-        "params_after": measured.block.parameters,
-        "verdict": verdict.word,
-        "reason": verdict.reason,
-        "replacement": dict(KEEP),
-    }
-
-
-def describe_profile(
-    model: Any, text: Text, profile: Profile, verdicts: Mapping[int, Verdict], damages: Mapping[int, Damage]
-) -> dict[str, Any]:
-    """The record of a measurement: no budget, no replacement."""
-    return {
-        **describe_tool(),
-        "source": describe_source(model),
-        "text": describe_text(text),
-        "parameters": {"before": count_parameters(model)},
-        "rows": {"fitted": profile.rows_fitted, "held_out": profile.rows_held_out},
-        "blocks": [describe_block(p, verdicts[p.block.index], damages[p.block.index]) for p in profile.blocks],
-    }
 
 
 def put_replacements(report: dict[str, Any], fits: Mapping[int, Replacement]) -> dict[str, Any]:

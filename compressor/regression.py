@@ -136,9 +136,29 @@ def reduce_rank(fit: AffineMap, spectrum: Spectrum, metric: Tensor | None = None
     return RankLadder(half @ right.T, unwhiten @ right.T, fit.mean_x, fit.mean_y)
 
 
+def rank_r2(fit: AffineMap, spectrum: Spectrum, held: Moments) -> Tensor:
+    """R² on other rows of the best map of rank 0, 1, …, full, from their moments alone.
+
+    The ladder's output directions are orthonormal, so every rank adds its own gain to the ones before it.
+    """
+    ladder = reduce_rank(fit, spectrum)
+    xx, xy, yy = held.about(fit.mean_x, fit.mean_y)
+    inputs, outputs = ladder.inputs, ladder.outputs
+    gains = 2 * (inputs * (xy @ outputs)).sum(0) - (inputs * (xx @ inputs)).sum(0)
+    start = (yy.diagonal() if held.whole_yy else yy).sum()
+    errors = torch.cat([start[None], start - gains.cumsum(0)])
+    total = held.variances.sum()
+    return 1 - errors / total if total > 0 else torch.ones_like(errors)
+
+
 def effective_rank(scatter: Tensor) -> float:
-    """exp of the entropy of the normalised eigenvalues: how many directions carry the variance."""
-    values = torch.linalg.eigvalsh(scatter).clamp_min(0)
+    """How many directions carry the variance of rows with this scatter matrix."""
+    return effective_count(torch.linalg.eigvalsh(scatter))
+
+
+def effective_count(values: Tensor) -> float:
+    """exp of the entropy of the values as shares of their sum."""
+    values = values.clamp_min(0)
     total = values.sum()
     if total == 0:
         return 0.0

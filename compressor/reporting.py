@@ -162,12 +162,6 @@ def baseline_row(check: Mapping[str, Any]) -> list[str]:
     return [check["name"], *here, "", "", limit, verdict(check["passed"])]
 
 
-def profile_lines(report: Mapping[str, Any]) -> list[str]:
-    rows, text = report["rows"], report["text"]
-    where = f"{rows['fitted']:,} rows fitted, {rows['held_out']:,} held out; windows of {text['seq_len']} tokens"
-    return [*notes(report), f"{where}; text {text['calibration']['source']}"]
-
-
 def plan_lines(report: Mapping[str, Any], file: Path) -> list[str]:
     selection = [f"selection {name}: {perplexity_line(found)}" for name, found in report["selection"].items()]
     size = parameters_line(report["parameters"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
@@ -13,17 +14,24 @@ from pathlib import Path
 from typing import Any
 
 from compressor.card import card
+from compressor.charting import charts_of
 from compressor.checkpoint import write_checkpoint
 from compressor.errors import InputError
+from compressor.figures import draw
+from compressor.linearity import tables_of
 from compressor.models import quiet, source_of
 from compressor.page import page
 from compressor.records import describe_model
 
 RECORD = "compression.json"
+PROFILE = "profile.json"
 
 
-def check_output(out: str | Path, overwrite: bool, source: str | Path | None = None) -> Path:
-    """Refuse an output directory that cannot be had, before any work; return its absolute path."""
+def check_output(out: str | Path, overwrite: bool, source: str | Path | None = None, record: str = RECORD) -> Path:
+    """Refuse an output directory that cannot be had, before any work; return its absolute path.
+
+    Only a directory that holds this tool's record is ever replaced.
+    """
     target = Path(os.path.abspath(Path(out).expanduser()))
     if source is not None and Path(source).exists() and target.exists() and os.path.samefile(source, target):
         raise InputError(f"--out {out} is the source model itself; name another directory")
@@ -33,7 +41,7 @@ def check_output(out: str | Path, overwrite: bool, source: str | Path | None = N
         if target.is_dir() and any(target.iterdir()):
             if not overwrite:
                 raise InputError(f"--out {out} exists and is not empty; name another directory or add --overwrite")
-            if not (target / RECORD).is_file():
+            if not (target / record).is_file():
                 raise InputError(f"--out {out} was not written by compress, so --overwrite leaves it alone; remove it")
         parent = next(folder for folder in target.parents if folder.exists())
         tempfile.TemporaryDirectory(prefix=f".{target.name}.probe-", dir=parent).cleanup()
@@ -89,12 +97,43 @@ def save(
             write_json(partial / RECORD, report)
             (partial / "README.md").write_text(card(report), encoding="utf-8")
             if "perplexity" in report:
-                (partial / "report.html").write_text(page(report), encoding="utf-8")
+                write_report(partial, report)
             if recipe is not None:
                 (partial / "recipe.yaml").write_text(recipe, encoding="utf-8")
     except OSError as error:
         raise InputError(f"--out {out} cannot be written: {error.strerror or error}; nothing was kept") from error
     return target
+
+
+def save_profile(report: dict[str, Any], target: Path) -> Path:
+    """The report of a profile as a directory: the page, the figures, and the numbers as JSON and CSV."""
+    try:
+        with whole_directory(target) as partial:
+            write_json(partial / PROFILE, report)
+            for name, rows in tables_of(report).items():
+                write_csv(partial / f"{name}.csv", rows)
+            write_report(partial, report)
+    except OSError as error:
+        raise InputError(f"--out {target} cannot be written: {error.strerror or error}; nothing was kept") from error
+    return target
+
+
+def write_report(directory: Path, report: dict[str, Any]) -> None:
+    """The page, and its figures as files."""
+    (directory / "report.html").write_text(page(report), encoding="utf-8")
+    figures = directory / "figures"
+    figures.mkdir()
+    for chart in charts_of(report):
+        draw(chart, figures)
+
+
+def write_csv(file: Path, rows: list[dict[str, Any]]) -> None:
+    """One line per row; the columns are those of all rows, a missing value is empty."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with file.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(finite(row) for row in rows)
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from compressor.blocks import Block, hidden_of
 from compressor.evaluating import batches, logits_batch
+from compressor.measuring import Profile
 from compressor.moments import ACCUMULATION_DTYPE
 from compressor.progress import Progress
 from compressor.regression import RankLadder
 from compressor.stream import Stream, resume
+from compressor.text import Text
 
 GRADIENT_TOKENS = 4096
 BACKWARD_TOKENS = 1024  # per batch: a backward pass keeps every activation
@@ -42,15 +44,15 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Damage:
-    """Predicted nats per token of the maps of rank 0, 1, … and of the full map; and the factorised estimate of it.
+    """Predicted nats per token of a full linear map, the factorised estimate of it, and those of rank 0, 1, ….
 
-    `joint` looks at real pairs of gradient and error, `factorised` = ½·tr(F·E[e·eᵀ]) only at their averages. Where an
+    `linear` looks at real pairs of gradient and error, `factorised` = ½·tr(F·E[e·eᵀ]) only at their averages. Where an
     error is far outside the quadratic regime the two disagree wildly: that is the outlier alarm.
     """
 
-    by_rank: Tensor
     linear: float
     factorised: float
+    by_rank: Tensor | None = None
 
 
 def sample_gradients(
@@ -147,8 +149,23 @@ def predict_damage(ladder: RankLadder, gradients: Gradients) -> Damage:
     start = (g @ ladder.mean_y - (g * y).sum(1))[:, None]
     projected = torch.cat([start, start + steps.cumsum(1)], dim=1)  # g·e for rank 0, 1, …, full
     by_rank = nats_of(projected)
-    factorised = (gradients.metric.to(errors) * (errors.T @ errors)).sum().item() / len(errors) / 2
-    return Damage(by_rank=by_rank.cpu(), linear=by_rank[-1].item(), factorised=factorised)
+    return Damage(by_rank[-1].item(), factorised_of(errors, gradients), by_rank.cpu())
+
+
+def predict(model: Any, profile: Profile, text: Text, progress: Progress) -> dict[int, Damage]:
+    """The predicted damage of every block's least-squares map, from one backward pass over held-out windows."""
+    gradients = sample_gradients(model, [p.block for p in profile.blocks], text.held_out, progress)
+    damages = {}
+    for p in profile.blocks:
+        rows = gradients.pop(p.block.index)
+        errors = p.linear(rows.x.to(p.linear.weight)) - rows.y.to(p.linear.weight)
+        damages[p.block.index] = Damage(damage_of(errors, rows), factorised_of(errors, rows))
+    return damages
+
+
+def factorised_of(errors: Tensor, gradients: Gradients) -> float:
+    """½·tr(F·E[e·eᵀ])."""
+    return (gradients.metric.to(errors) * (errors.T @ errors)).sum().item() / len(errors) / 2
 
 
 def damage_of(errors: Tensor, gradients: Gradients) -> float:

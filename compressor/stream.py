@@ -45,6 +45,12 @@ class Stream:
         other.states = list(self.states)
         return other
 
+    def behind(self, states: list[Tensor]) -> Stream:
+        """The stream behind its present layer, with these states."""
+        other = self.copy()
+        other.states, other.position = states, self.position + 1
+        return other
+
     @torch.no_grad()
     def run(self) -> list[Tensor]:
         """Run the present layer on every batch and return what comes out, without moving on."""
@@ -106,11 +112,38 @@ def embed(model: Any, first: nn.Module, batch: Tensor) -> Tensor:
     return states[0]
 
 
+@torch.no_grad()
+def stream_gain(model: Any, block: Block, stream: Stream) -> float | None:
+    """How many times over the layer adds the block's output to its stream; None when a norm stands between."""
+    last = model.get_submodule(block.bypass[-1] if block.bypass else block.path)
+    state = stream.states[0]
+    call = stream.calls[len(state)][stream.position]
+    layer = stream.layers[stream.position]
+    nudges: list[Tensor] = []
+
+    def nudge(_: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(output.shape, generator=generator).to(output)
+        nudges.append(noise * output.float().square().mean().sqrt().to(output))
+        return output + nudges[0]
+
+    before = hidden_of(layer(state, **call)).double()
+    handle = last.register_forward_hook(nudge)
+    try:
+        moved = hidden_of(layer(state, **call)).double() - before
+    finally:
+        handle.remove()
+    by = nudges[0].double().reshape(moved.shape)  # OPT flattens its rows
+    gain = (moved * by).sum() / by.square().sum().clamp_min(1e-300)
+    rest = (moved - gain * by).square().sum()
+    return gain.item() if gain > 0 and rest <= 1e-4 * moved.square().sum() else None
+
+
 @contextmanager
 def resume(model: Any, stream: Stream) -> Iterator[None]:
     """While open, forward passes over the stream's batches, in their order, begin at the layer where the stream stands.
 
-    The layers before it hand their input on as they would their output, and the layer itself gets the stream's states.
+    The layers before it hand their input on as they would their output; the first of them puts in the stream's states.
     """
     turns = iter(stream.states)
     kinds = stream.kinds
@@ -118,19 +151,22 @@ def resume(model: Any, stream: Stream) -> Iterator[None]:
     def hand_on(hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         return hidden_states if kinds == 0 else (hidden_states, *[None] * (kinds - 1))
 
+    def put_in(hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        return hand_on(next(turns))
+
     def enter(
         layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        _, rest = bind(layer, args, kwargs)
-        return (next(turns),), rest
+        return (next(turns),), bind(layer, args, kwargs)[1]
 
     skipped = stream.layers[: stream.position]
-    handle = stream.layers[stream.position].register_forward_pre_hook(enter, with_kwargs=True)
+    handle = None if skipped else stream.layers[0].register_forward_pre_hook(enter, with_kwargs=True)
     for layer in skipped:
-        layer.forward = hand_on
+        layer.forward = put_in if layer is skipped[0] else hand_on
     try:
         yield
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.remove()
         for layer in skipped:
             del layer.__dict__["forward"]

@@ -85,6 +85,7 @@ def survey(
     damage = predict_damage(fit_ladder(linear, linear_held, metric), gradients)
     root = root_of(metric)
     none = torch.empty(0, dtype=torch.long, device=outer.device)
+    assert damage.by_rank is not None
     table = [
         (-1 if r is None else r, 0, damage.linear if r is None else damage.by_rank[r].item())
         for r in ladder_of(block.width)

@@ -20,14 +20,14 @@ from compressor.agreement import Agreement, Point, rank_correlation
 from compressor.blocks import find_blocks
 from compressor.budget import Budget
 from compressor.evaluating import evaluate
-from compressor.fitting import Fitter, stream_gain
+from compressor.fitting import Fitter
 from compressor.forms import Form
 from compressor.frontier import Option
 from compressor.measuring import measure
 from compressor.planning import Planner
 from compressor.progress import Progress
 from compressor.statistics import Statistics
-from compressor.stream import Stream, resume
+from compressor.stream import Stream, resume, stream_gain
 from compressor.trials import Bench
 
 TEXT = random_text()

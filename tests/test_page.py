@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import hashlib
 import math
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from compressor import plots
 from compressor.markup import e
 from compressor.page import page
 
@@ -43,7 +46,7 @@ class Document(HTMLParser):
         self.words.append((self.open[-1] if self.open else "", data))
 
     def text(self, *tags: str) -> str:
-        return "".join(data for tag, data in self.words if tag != "style" and (not tags or tag in tags))
+        return "".join(data for tag, data in self.words if tag not in ("style", "script") and (not tags or tag in tags))
 
     def names(self) -> list[str]:
         return [tag for tag, _ in self.tags]
@@ -109,6 +112,14 @@ def full() -> dict[str, Any]:
             },
             {**block, "index": 1, "params_after": 14016, "verdict": "safe", "reason": "", "replacement": low},
         ],
+        "agreement": {
+            "rank_correlation": 0.94,
+            "blocks": [
+                {"index": 0, "replacement": "constant", "predicted": 0.2, "measured": 0.31, "standard_error": 0.02},
+                {"index": 1, "replacement": "linear", "predicted": 0.01, "measured": 0.008, "standard_error": 0.001},
+                {"index": 2, "replacement": "linear", "predicted": 0.002, "measured": -0.001, "standard_error": 0.001},
+            ],
+        },
         "recipe": {"seed": 7},
         "timings": {"measure": 3.78, "total": 18.27},
     }
@@ -131,6 +142,7 @@ def hostile() -> dict[str, Any]:
     report["environment"] |= {HOSTILE: HOSTILE}
     report["timings"] |= {HOSTILE: 1.0}
     report["blocks"][0] |= {"verdict": "unsafe", "index": HOSTILE}
+    report["agreement"]["blocks"][0] |= {"index": HOSTILE}
     report["generation"]["samples"].append({"prompt": HOSTILE, "source": HOSTILE + "x", "compressed": HOSTILE + "y"})
     return report
 
@@ -144,8 +156,10 @@ def test_the_answer_comes_first_and_every_section_in_its_place() -> None:
         "inside the budget of +1.000."
     )
     titles = [data for tag, data in document.words if tag == "h2"]
-    wanted = ["Checks", "Perplexity", "Tasks", "Does it still talk?", "Where it hurts", "Blocks", "Provenance"]
-    assert titles == wanted
+    assert titles == [
+        *("Checks", "Perplexity", "Tasks", "Does it still talk?", "Where it hurts", "Blocks"),
+        *("Linearity over depth", "Predicted against measured", "Provenance"),
+    ]
     said = document.text()
     figures = (
         "16,320",
@@ -170,11 +184,15 @@ def test_no_local_directory_is_shown() -> None:
         assert "secret" not in shown
 
 
+def policy_of(document: Document) -> str:
+    return str(next(a["content"] for _, a in document.tags if a.get("http-equiv") == "Content-Security-Policy"))
+
+
 def test_it_loads_nothing() -> None:
     source = page(full())
     document = Document(source)
     for tag, attributes in document.tags:
-        assert tag not in {"script", "img", "iframe", "object", "embed", "base", "form", "image", "use"}
+        assert tag not in {"img", "iframe", "object", "embed", "base", "form", "image", "use"}
         assert not any(name.startswith("on") for name in attributes)
         for name in {"src", "href", "srcset", "data", "action", "xlink:href"} & set(attributes):
             assert str(attributes[name]).startswith("data:")
@@ -182,9 +200,20 @@ def test_it_loads_nothing() -> None:
     assert "https:" not in source
     assert "url(" not in source
     assert "@import" not in source
-    policy = next(a["content"] for t, a in document.tags if a.get("http-equiv") == "Content-Security-Policy")
     for rule in ("default-src 'none'", "style-src 'unsafe-inline'", "img-src data:"):
-        assert rule in str(policy)
+        assert rule in policy_of(document)
+
+
+@pytest.mark.parametrize("record", ["full", "hostile", "empty"])
+def test_one_script_and_the_policy_knows_it(record: str) -> None:
+    document = Document(page({"full": full, "hostile": hostile, "empty": dict}[record]()))
+    scripts = [attributes for tag, attributes in document.tags if tag == "script"]
+    assert scripts == [{}]
+    text = "".join(data for tag, data in document.words if tag == "script")
+    assert text == plots.SCRIPT
+    known = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    (rule,) = (rule.strip() for rule in policy_of(document).split(";") if "script-src" in rule)
+    assert rule == f"script-src 'sha256-{known}'"
 
 
 def test_it_is_a_page_for_phones_and_screen_readers() -> None:
@@ -199,10 +228,11 @@ def test_it_is_a_page_for_phones_and_screen_readers() -> None:
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))
-    pictures = [attributes for tag, attributes in document.tags if tag == "svg"]
-    assert len(pictures) == 2
-    assert all(attributes["role"] == "img" for attributes in pictures)
-    assert document.names().count("title") == 1 + len(pictures)
+    pictures = [attributes for tag, attributes in document.tags if tag == "svg" and attributes.get("role") == "img"]
+    assert len(pictures) == 4
+    assert str(pictures[-1]["aria-label"]).startswith("One replacement in every block alone: measured, nats per token")
+    marks = [attributes for _, attributes in document.tags if "data-at" in attributes]
+    assert document.names().count("title") == 1 + 2 + len(marks)
     inside = [before for before, tag in zip(document.tags, document.names()[1:], strict=False) if tag == "table"]
     assert inside
     assert all(attributes.get("class") == "scroll" for _, attributes in inside)
@@ -212,7 +242,7 @@ def test_it_is_a_page_for_phones_and_screen_readers() -> None:
 def test_hostile_text_is_only_text() -> None:
     calm, attacked = Document(page(full())), page(hostile())
     attacked.encode("utf-8")
-    assert "<script" not in attacked
+    assert attacked.count("<script") == 1
     assert "\x00" not in attacked
     document = Document(attacked)
     assert set(document.names()) <= {*calm.names(), "code"}
@@ -321,3 +351,19 @@ def test_bars_are_as_long_as_what_they_show() -> None:
     bars = [attributes for tag, attributes in document.tags if tag == "rect"]
     assert [(bar["x"], bar["width"]) for bar in bars[:2]] == [("33.33%", "66.67%"), ("0.00%", "33.33%")]
     assert [bar.get("class") for bar in bars] == [None, "down", None]
+
+
+def test_predicted_against_measured_is_a_chart_on_logarithmic_axes() -> None:
+    document = Document(page(full()))
+    marks = [attributes for _, attributes in document.tags if "data-at" in attributes][-3:]  # the last chart's
+    assert [mark["data-block"] for mark in marks] == ["0", "1", "2"]
+    assert [mark["class"] for mark in marks] == ["mark", "mark", "mark out"]  # a gain has no place on such an axis
+    assert [str(mark["y"]) for mark in marks][2] == "100.00%"
+    assert "block 0, constant: predicted 0.200, measured +0.310 ± 0.020" in document.text("title")
+    assert [data for tag, data in document.words if tag == "text"][-3:] == ["0", "1", "2"]
+    assert "Rank correlation 0.940." in document.text("figcaption")
+
+
+def test_rows_of_blocks_know_their_block() -> None:
+    rows = [attributes.get("data-block") for tag, attributes in Document(page(full())).tags if tag == "tr"]
+    assert [row for row in rows if row is not None] == ["0", "1", "0", "1", "2"]

@@ -10,8 +10,9 @@ from zoo import FAMILIES, tiny_model
 from compressor.blocks import find_blocks
 from compressor.evaluating import evaluate
 from compressor.measuring import measure
+from compressor.probing import Sample, sample_rows
 from compressor.progress import Progress
-from compressor.sensitivity import predict_damage, sample_gradients
+from compressor.sensitivity import predict, predict_damage, sample_gradients
 from compressor.surveying import fit_ladder
 
 
@@ -49,31 +50,45 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_damage_of_every_rank_equals_the_direct_computation() -> None:
     model, text = tiny_model("llama"), random_text()
-    profile = measure(model, text)
     gradients = sample_gradients(model, find_blocks(model), text.held_out, Progress())
-    for p in profile.blocks:
-        rows = gradients[p.block.index]
-        ladder = fit_ladder(p.fit, p.held, rows.metric)
+    for block, sample in sample_rows(model, find_blocks(model), text.fitting, text.held_out, batch_size=8):
+        rows = gradients[block.index]
+        ladder = fit_ladder(*sample.moments(), rows.metric)
         damage = predict_damage(ladder, rows)
-        for rank in (0, 1, 7, p.block.width):
+        assert damage.by_rank is not None
+        for rank in (0, 1, 7, block.width):
             predicted = ladder.at(rank)(rows.x.double())
             projected = (rows.g.double() * (predicted - rows.y.double())).sum(1)
             assert damage.by_rank[rank].item() == pytest.approx(projected.square().mean().item() / 2, rel=1e-5)
-        errors = ladder.at(p.block.width)(rows.x.double()) - rows.y.double()
+        errors = ladder.at(block.width)(rows.x.double()) - rows.y.double()
         expected = (errors @ rows.metric * errors).sum(1).mean().item() / 2
         assert damage.factorised == pytest.approx(expected, rel=1e-5)
 
 
+def test_the_damage_of_a_profile_is_that_of_its_least_squares_maps() -> None:
+    model, text = tiny_model("llama"), random_text()
+    gradients = sample_gradients(model, find_blocks(model), text.held_out, Progress())
+    found = predict(model, measure(model, text), text, Progress())
+    for block, sample in sample_rows(model, find_blocks(model), text.fitting, text.held_out, batch_size=8):
+        rows = gradients[block.index]
+        errors = by_lstsq(sample, rows.x.double()) - rows.y.double()
+        expected = (rows.g.double() * errors).sum(1).square().mean().item() / 2
+        assert found[block.index].linear == pytest.approx(expected, rel=1e-3)
+        factorised = (errors @ rows.metric * errors).sum(1).mean().item() / 2
+        assert found[block.index].factorised == pytest.approx(factorised, rel=1e-3)
+
+
+def by_lstsq(sample: Sample, x: torch.Tensor) -> torch.Tensor:
+    rows = torch.cat([sample.x, torch.ones(len(sample.x), 1)], dim=1).double()
+    weight = torch.linalg.lstsq(rows, sample.y.double(), driver="gelsd").solution
+    return x @ weight[:-1] + weight[-1]
+
+
 def test_a_linear_block_is_predicted_to_cost_nothing() -> None:
     model, text = planted_model(LinearFFN(), WildFFN(), WildFFN(seed=5)), random_text()
-    gradients = sample_gradients(model, find_blocks(model), text.held_out, Progress())
-    linear, wild, _ = (
-        predict_damage(fit_ladder(p.fit, p.held, gradients[p.block.index].metric), gradients[p.block.index])
-        for p in measure(model, text).blocks
-    )
+    linear, wild, _ = predict(model, measure(model, text), text, Progress()).values()
     assert linear.linear < 1e-6
     assert linear.factorised < 1e-6
-    assert linear.by_rank[0] > 1e-3
     assert wild.linear > 1e-3
 
 

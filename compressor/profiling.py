@@ -1,0 +1,70 @@
+"""`compress profile`: the linearity of one model or several, on one corpus or several, as a directory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from compressor.jobs import Job, Setting, measure_once, open_job, open_text, predict_once, study_of
+from compressor.linearity import describe_corpora, describe_profile
+from compressor.markup import last_part
+from compressor.recipe import Recipe
+from compressor.records import describe_source, describe_tool
+from compressor.saving import PROFILE, check_output, save_profile
+from compressor.text import Text, split_text
+
+
+def profile(recipe: Recipe, models: Sequence[str], setting: Setting, *, write: bool = True) -> dict[str, Any]:
+    """Measure every model and, unless only the numbers are wanted, write the report. Nothing is replaced for good."""
+    names = list(models) or [recipe.model or ""]
+    out = place_of(recipe, names) if write or recipe.out else None
+    wanted = [recipe.model_copy(update={"model": name or None}) for name in names]
+    for other in wanted[1:]:  # the last model must not be refused when the first has taken an hour
+        open_corpora(other, setting)
+    found = [profile_one(one, setting) for one in wanted]
+    report = found[0] if len(found) == 1 else {**describe_tool(), "profiles": found}
+    return {**report, "out": str(save_profile(report, out))} if out else report
+
+
+def place_of(recipe: Recipe, names: list[str]) -> Path:
+    """Where the report goes: as the recipe says, else a place of its own, where an earlier report is replaced."""
+    if recipe.out is not None:
+        return check_output(recipe.out, recipe.overwrite, recipe.model, PROFILE)
+    name = f"{last_part(names[0])}-profile" if len(names) == 1 else "profile"
+    return check_output(name, True, recipe.model, PROFILE)
+
+
+def open_corpora(recipe: Recipe, setting: Setting) -> tuple[Job, dict[str, Text]]:
+    """A job on the first corpus, and the texts of all of them by name. A text without a name is a corpus by itself."""
+    corpora: dict[str, list[str]] = {}
+    for word in recipe.text or []:
+        name, rest = split_text(word)
+        corpora.setdefault(name or unused(last_part(rest).removesuffix(".txt"), corpora), []).append(rest)
+    first, *others = corpora or ["text"]
+    job = open_job(recipe.model_copy(update={"text": corpora.get(first)}), setting, with_tasks=False)
+    texts = {first: job.text}
+    for name in others:
+        asked = job.recipe.model_copy(update={"text": corpora[name]})
+        texts[name] = open_text(asked, job.model, job.tokenizer)[0]
+    return job, texts
+
+
+def unused(name: str, taken: dict[str, Any]) -> str:
+    """The name, or with a number behind it when another corpus has it."""
+    return next(n for n in (name, *(f"{name}-{k}" for k in range(2, len(taken) + 3))) if n not in taken)
+
+
+def profile_one(recipe: Recipe, setting: Setting) -> dict[str, Any]:
+    """One model: everything on its first corpus, the profile alone on the others."""
+    setting.progress.seconds.clear()
+    job, texts = open_corpora(recipe, setting)
+    measured = {name: measure_once(job, text) for name, text in texts.items()}
+    first = measured[next(iter(texts))]
+    study = study_of(job, first, predict_once(job, first))
+    report = describe_profile(job.model, job.tokenizer, job.text, first, study)
+    if len(texts) > 1:
+        report |= describe_corpora(list(texts), list(texts.values()), list(measured.values()))
+    if job.other:
+        report["cross"]["source"] = describe_source(job.other[0])
+    return {**report, "recipe": job.recipe.settings(), "timings": job.timings()}

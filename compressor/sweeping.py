@@ -1,0 +1,177 @@
+"""What it costs to replace a block by its linear map, measured: every block alone, and the cheapest ones together.
+
+Nothing before a block changes when it is replaced, and nothing changes inside its layer but what the block adds. So the
+windows are carried through the model once, and each replacement runs only the layers behind it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.blocks import Block, Rows, watch
+from compressor.cache import Cache
+from compressor.checkpoint import count_parameters
+from compressor.evaluating import Evaluation, Losses, compare, evaluate, logits_batch
+from compressor.fitting import settle
+from compressor.measuring import BlockProfile, Profile
+from compressor.modeling_compressor import Replacement
+from compressor.models import identify, source_of
+from compressor.moments import ACCUMULATION_DTYPE
+from compressor.patching import patched
+from compressor.progress import Progress
+from compressor.stream import Stream, resume, stream_gain
+from compressor.text import Split, Text
+
+MODEST = 500_000_000  # parameters: below this many the sweep is made without being asked for
+FIRST_TOGETHER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # blocks
+ENOUGH_SEEN = 1 / 3  # of the baseline: past this rise no larger group is tried
+
+
+@dataclass(frozen=True)
+class Together:
+    """The blocks that are cheapest alone, all replaced at once."""
+
+    blocks: tuple[int, ...]
+    removed: int
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Every block alone, by index; `seconds` of the sweep and of one whole evaluation of the same windows."""
+
+    alone: dict[int, Evaluation]
+    together: list[Together]
+    seconds: float
+    whole_seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """What the sweep cost, of one whole evaluation per block."""
+        return self.seconds / (len(self.alone) * self.whole_seconds)
+
+
+class Sweeper:
+    """Replaces blocks of a measured model by their least-squares maps, on the first windows of the selection text."""
+
+    def __init__(
+        self,
+        model: Any,
+        profile: Profile,
+        text: Text,
+        *,
+        tokens: int,
+        batch_size: int = 8,
+        seed: int = 0,
+        cache: Cache | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.model, self.profile, self.seed = model, profile, seed
+        self.progress = progress or Progress()
+        self.cache = cache or Cache(None, self.progress)
+        self.blocks = [p.block for p in profile.blocks]
+        self.windows = text.selection.windows[: max(2, tokens // text.seq_len)]
+        self.batch = logits_batch(model, text.seq_len, batch_size)
+        self.key = {
+            **identify(model),
+            "what": "sweep",
+            "maps": text.calibration.sha256,
+            "windows": Split(self.windows, "").sha256,
+            "seq_len": text.seq_len,
+            "batch": batch_size,
+        }
+        self.dtype = source_of(model).dtype
+        self.before: Losses | None = None
+
+    def alone(self) -> tuple[dict[int, Evaluation], float, float]:
+        """Every block by itself; then the seconds of the sweep, and of one whole evaluation."""
+        kept = self.cache.get("swap", self.key, self.sweep)
+        self.before = Losses(kept["before"])
+        found = {
+            block.index: compare(self.before, Losses(nats), seed=self.seed)
+            for block, nats in zip(self.blocks, kept["after"], strict=True)
+        }
+        seconds, whole = kept["seconds"].tolist()
+        return found, seconds, whole
+
+    def sweep(self) -> dict[str, Tensor]:
+        evaluate(self.model, self.windows[: self.batch], batch_size=self.batch)  # the first pass of a process is slow
+        began = time.perf_counter()
+        before = evaluate(self.model, self.windows, batch_size=self.batch)
+        whole = time.perf_counter() - began
+        began = time.perf_counter()
+        stream = Stream(self.model, self.blocks, self.windows, self.batch)
+        after = []
+        for p in self.progress.track("swap", self.profile.blocks, len(self.blocks)):
+            stream.advance(p.block.index)
+            swapped = self.pass_layer(stream, p)
+            if swapped is None:  # something stands between the block and the stream: the layer is run again
+                with patched(self.model, self.blocks, {p.block.index: self.module(p)}):
+                    swapped = stream.behind(stream.run())
+            with resume(self.model, swapped):
+                after.append(evaluate(self.model, self.windows, batch_size=self.batch).nats)
+        seconds = torch.tensor([time.perf_counter() - began, whole], dtype=ACCUMULATION_DTYPE)
+        return {"before": before.nats, "after": torch.stack(after), "seconds": seconds}
+
+    def pass_layer(self, stream: Stream, p: BlockProfile) -> Stream | None:
+        """Move the stream behind the block's layer, and return the same place with the block replaced.
+
+        None where the layer does not simply add the block's output; then the stream stays.
+        """
+        gain = stream_gain(self.model, p.block, stream)
+        if gain is None:
+            return None
+        module = self.module(p)
+        changes: list[Tensor] = []
+
+        def see(_: Block, rows: Rows) -> None:
+            changes.append(gain * (module(rows.x) - rows.y))
+
+        with torch.no_grad(), watch(self.model, [p.block], see):
+            states = stream.run()
+        changed = [state + change.reshape(state.shape) for state, change in zip(states, changes, strict=True)]
+        swapped = stream.behind(changed)
+        stream.states, stream.position = states, stream.position + 1
+        return swapped
+
+    def together(self, chosen: Sequence[BlockProfile]) -> list[Together]:
+        """More and more of these blocks, in this order, until perplexity has risen by a third."""
+        assert self.before is not None
+        found: list[Together] = []
+        counts = [count for count in FIRST_TOGETHER if count <= len(chosen)]
+        with self.progress.bar("together", len(counts)) as advance:
+            for count in counts:
+                fits = {p.block.index: self.module(p) for p in chosen[:count]}
+                key = {**self.key, "together": sorted(fits)}
+                nats = self.cache.get("", key, partial(self.replace, fits))["nats"]
+                removed = sum(p.block.parameters - count_parameters(fits[p.block.index]) for p in chosen[:count])
+                evaluation = compare(self.before, Losses(nats), seed=self.seed)
+                found.append(Together(tuple(sorted(fits)), removed, evaluation))
+                advance(1)
+                if evaluation.delta > ENOUGH_SEEN * evaluation.baseline:
+                    break
+        return found
+
+    def module(self, p: BlockProfile) -> Replacement:
+        return linear_module(self.model, p, self.dtype)
+
+    def replace(self, fits: dict[int, Replacement]) -> dict[str, Tensor]:
+        with patched(self.model, self.blocks, fits):
+            return {"nats": evaluate(self.model, self.windows, batch_size=self.batch).nats}
+
+
+def linear_module(model: Any, p: BlockProfile, stored: torch.dtype) -> Replacement:
+    """The block's least-squares map as a module that can stand in its place."""
+    module = Replacement(p.block.width, None, p.block.residual_inside, dtype=ACCUMULATION_DTYPE)
+    module.bypass = p.block.bypass
+    with torch.no_grad():
+        module.weight.copy_(p.linear.weight.T)
+        module.bias.copy_(p.linear.bias)
+    return settle(module, model, p.block, stored)
