@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 import compressor
-from compressor.blocks import Block, Rows, find_blocks, watch
+from compressor.blocks import Block, Rows, body, find_blocks, watch
 from compressor.evaluating import batches
-from compressor.measuring import body
 from compressor.regression import ROUNDING_ULPS
 
 BLOCKS_AT_ONCE = 10  # raw rows of this many blocks are in memory together

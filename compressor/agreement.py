@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from compressor.cache import Cache
-from compressor.evaluating import evaluate, logits_batch
+from compressor.evaluating import evaluate, has_plain_head, logits_batch
 from compressor.fitting import Fitter
 from compressor.frontier import Option
 from compressor.patching import patched
@@ -111,14 +111,15 @@ def measure_agreement(
 
     def measure() -> dict[str, torch.Tensor]:
         size = logits_batch(model, text.seq_len, statistics.batch_size)
-        before = evaluate(model, windows, batch_size=size).windows
+        plain = has_plain_head(model, windows)
+        before = evaluate(model, windows, batch_size=size, plain=plain).windows
         stream = Stream(model, statistics.blocks, windows, size)
         rows = []
         for index, option in progress.track("agreement", sorted(options.items()), len(options)):
             fits = fitter.at_once({index: option.form})
             stream.advance(index)
             with patched(model, statistics.blocks, fits), resume(model, stream):
-                rise = evaluate(model, windows, batch_size=size).windows - before
+                rise = evaluate(model, windows, batch_size=size, plain=plain).windows - before
             rows.append(torch.stack([rise.mean(), rise.std() / len(rise) ** 0.5]))
         return {"rises": torch.stack(rows)}
 

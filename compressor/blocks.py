@@ -143,6 +143,11 @@ def unsupported(family: str, reason: str) -> InputError:
     return InputError(f"model type {family!r} is not supported: {reason}; supported are {known}")
 
 
+def body(model: Any) -> nn.Module:
+    """The model without its head."""
+    return getattr(model, model.base_model_prefix, model)  # type: ignore[no-any-return]
+
+
 def run_block(model: nn.Module, block: Block, x: Tensor) -> Tensor:
     """The block on rows [count, width], as its layer calls it: one sequence, no residual."""
     first, *rest = (model.get_submodule(path) for path in (block.path, *block.bypass))

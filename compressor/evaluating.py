@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from compressor.blocks import body
 from compressor.errors import InputError
 from compressor.progress import Progress
 
 LOGITS_BYTES = 512 * 2**20  # a batch shrinks until its float32 logits fit
+CHUNK = 4 * 2**20  # logits that are looked at together: they stay in the processor's cache
 RESAMPLES = 4000
 
 
@@ -59,22 +61,77 @@ def logits_batch(model: Any, seq_len: int, batch_size: int) -> int:
 
 
 @torch.no_grad()
+def has_plain_head(model: Any, windows: Tensor) -> bool:
+    """Whether the logits are the output embeddings on the body's last hidden states and nothing else: found by trying.
+
+    Families cap or scale their logits; those, and a head that is not in memory, are left to the model itself.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.weight.device.type == "meta":
+        return False
+    some = windows[:1, :8].to(model.device)
+    logits = model(input_ids=some, use_cache=False).logits
+    hidden = getattr(body(model)(input_ids=some, use_cache=False), "last_hidden_state", None)
+    if hidden is None:
+        return False
+    own = head(hidden.to(head.weight.device)).to(logits)
+    return bool((own - logits).abs().max() <= 1e-5 * logits.abs().max())
+
+
+def plain_losses(model: Any, batch: Tensor) -> Tensor:
+    """The loss of every token under a plain head, without the whole logits: a part of the vocabulary at a time."""
+    head = model.get_output_embeddings()
+    hidden = body(model)(input_ids=batch, use_cache=False).last_hidden_state
+    rows, targets = (part.flatten(0, 1).to(head.weight.device) for part in (hidden[:, :-1], batch[:, 1:]))
+    total = rows.new_full((len(rows),), -math.inf, dtype=torch.float32)
+    wanted = torch.empty_like(total)
+    step = max(1, CHUNK // len(rows))
+    for start in range(0, len(head.weight), step):
+        bias = None if head.bias is None else head.bias[start : start + step]
+        scores = nn.functional.linear(rows, head.weight[start : start + step], bias).float()
+        inside = (targets >= start) & (targets < start + step)
+        wanted[inside] = scores[inside, targets[inside] - start]
+        largest = scores.amax(1, keepdim=True)
+        total = torch.logaddexp(total, scores.sub_(largest).exp_().sum(1).log_().add_(largest[:, 0]))
+    return (total - wanted).reshape(batch.shape[0], -1)
+
+
+def own_losses(logits: Tensor, batch: Tensor) -> Tensor:
+    """The loss of every token from the model's own logits, some rows at a time: a copy of them all costs more than the
+    loss itself."""
+    losses = []
+    for window, scores in zip(batch, logits, strict=True):
+        rows = max(1, CHUNK // scores.shape[1])
+        parts = zip(torch.split(scores[:-1], rows), torch.split(window[1:], rows), strict=True)
+        losses.append(torch.cat([nn.functional.cross_entropy(s.float(), w, reduction="none") for s, w in parts]))
+    return torch.stack(losses)
+
+
+@torch.no_grad()
 def evaluate(
-    model: Any, windows: Tensor, *, batch_size: int = 8, progress: Progress | None = None, step: str = "evaluate"
+    model: Any,
+    windows: Tensor,
+    *,
+    batch_size: int = 8,
+    plain: bool = False,
+    progress: Progress | None = None,
+    step: str = "evaluate",
 ) -> Losses:
     """The loss of every token of windows [count, seq_len], predicted from the ones before it in its window.
 
-    `.perplexity` is exp(total nats / total predicted tokens).
+    `.perplexity` is exp(total nats / total predicted tokens). What is promised is measured on the model's own logits;
+    trials of which there are many may take the shorter way where `has_plain_head` allows it (`plain`).
     """
     progress = progress or Progress()
     parts = batches(windows, logits_batch(model, windows.shape[1], batch_size))
     nats: list[Tensor] = []
     for batch in progress.track(step, parts, len(parts)):
         batch = batch.to(model.device)
+        if plain:
+            nats += plain_losses(model, batch).cpu()
+            continue
         logits = model(input_ids=batch, use_cache=False).logits
-        for window, scores in zip(batch, logits, strict=True):
-            loss = torch.nn.functional.cross_entropy(scores[:-1].float(), window[1:], reduction="none")
-            nats.append(loss.cpu())
+        nats += own_losses(logits, batch).cpu()
     losses = Losses(torch.stack(nats))
     means = losses.windows
     bad = (~means.isfinite()).nonzero()

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from compressor.blocks import Block, Rows, find_blocks, watch
+from compressor.blocks import Block, Rows, body, find_blocks, watch
 from compressor.errors import InputError
 from compressor.evaluating import batches
 from compressor.moments import ACCUMULATION_DTYPE, Moments
@@ -146,11 +146,6 @@ class _HeldOut:
     errors: list[Tensor] = field(default_factory=list)
     energies: list[Tensor] = field(default_factory=list)  # per row
     sums: list[Tensor] = field(default_factory=list)
-
-
-def body(model: Any) -> nn.Module:
-    """The model without its head: measuring needs no logits."""
-    return getattr(model, model.base_model_prefix, model)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

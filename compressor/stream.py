@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.blocks import Block, hidden_of
+from compressor.blocks import Block, body, hidden_of
 from compressor.evaluating import batches
-from compressor.measuring import body
 
 
 class _Reached(Exception):

@@ -18,7 +18,7 @@ from torch import Tensor
 from compressor.blocks import Block, Rows, watch
 from compressor.cache import Cache
 from compressor.checkpoint import count_parameters
-from compressor.evaluating import Evaluation, Losses, compare, evaluate, logits_batch
+from compressor.evaluating import Evaluation, Losses, compare, evaluate, has_plain_head, logits_batch
 from compressor.fitting import settle
 from compressor.measuring import BlockProfile, Profile
 from compressor.modeling_compressor import Replacement
@@ -102,32 +102,43 @@ class Sweeper:
         return found, seconds, whole
 
     def sweep(self) -> dict[str, Tensor]:
-        evaluate(self.model, self.windows[: self.batch], batch_size=self.batch)  # the first pass of a process is slow
+        plain = has_plain_head(self.model, self.windows)
+
+        def losses(windows: Tensor) -> Tensor:
+            return evaluate(self.model, windows, batch_size=self.batch, plain=plain).nats
+
+        first = self.windows[: self.batch]
+        evaluate(self.model, first, batch_size=self.batch)  # the first pass of a process is slow
         began = time.perf_counter()
-        before = evaluate(self.model, self.windows, batch_size=self.batch)
-        whole = time.perf_counter() - began
+        evaluate(self.model, first, batch_size=self.batch)
+        whole = (time.perf_counter() - began) * len(self.windows) / len(first)
         began = time.perf_counter()
         stream = Stream(self.model, self.blocks, self.windows, self.batch)
+        few = Stream(self.model, self.blocks, self.windows[:1, :16], 1)  # enough to see how a layer adds its block
         after = []
         for p in self.progress.track("swap", self.profile.blocks, len(self.blocks)):
             stream.advance(p.block.index)
-            swapped = self.pass_layer(stream, p)
-            if swapped is None:  # something stands between the block and the stream: the layer is run again
-                with patched(self.model, self.blocks, {p.block.index: self.module(p)}):
-                    swapped = stream.behind(stream.run())
+            few.advance(p.block.index)
+            gain = stream_gain(self.model, p.block, few)
+            swapped = self.pass_again(stream, p) if gain is None else self.pass_layer(stream, p, gain)
             with resume(self.model, swapped):
-                after.append(evaluate(self.model, self.windows, batch_size=self.batch).nats)
-        seconds = torch.tensor([time.perf_counter() - began, whole], dtype=ACCUMULATION_DTYPE)
-        return {"before": before.nats, "after": torch.stack(after), "seconds": seconds}
+                after.append(losses(self.windows))
+        stream.advance(len(self.blocks))
+        with resume(self.model, stream):
+            before = losses(self.windows)
+        # The pass over the unchanged model is the baseline's own evaluation: it is not what the sweep adds.
+        seconds = torch.tensor([time.perf_counter() - began - whole, whole], dtype=ACCUMULATION_DTYPE)
+        return {"before": before, "after": torch.stack(after), "seconds": seconds}
 
-    def pass_layer(self, stream: Stream, p: BlockProfile) -> Stream | None:
-        """Move the stream behind the block's layer, and return the same place with the block replaced.
+    def pass_again(self, stream: Stream, p: BlockProfile) -> Stream:
+        """The place behind the block's layer with the block replaced, by running the layer once more: for a layer with
+        something between the block and the stream."""
+        with patched(self.model, self.blocks, {p.block.index: self.module(p)}):
+            return stream.behind(stream.run())
 
-        None where the layer does not simply add the block's output; then the stream stays.
-        """
-        gain = stream_gain(self.model, p.block, stream)
-        if gain is None:
-            return None
+    def pass_layer(self, stream: Stream, p: BlockProfile, gain: float) -> Stream:
+        """Move the stream behind the block's layer, which adds `gain` times the block's output; return the same place
+        with the block replaced."""
         module = self.module(p)
         changes: list[Tensor] = []
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from planted import random_text
 from torch import Tensor
-from zoo import tiny_model
+from zoo import FAMILIES, tiny_model
 
 from compressor import evaluating
 from compressor.errors import InputError
-from compressor.evaluating import Losses, compare, evaluate
+from compressor.evaluating import Losses, compare, evaluate, has_plain_head
 
 
 def spread(sums: Tensor, tokens: int = 100) -> Losses:
@@ -35,6 +35,26 @@ def test_batches_do_not_change_the_losses(monkeypatch: pytest.MonkeyPatch) -> No
     whole = evaluate(model, windows, batch_size=24)
     monkeypatch.setattr(evaluating, "LOGITS_BYTES", 1)  # forces one window at a time
     torch.testing.assert_close(evaluate(model, windows, batch_size=24).nats, whole.nats, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shorter_way_through_a_plain_head_gives_the_same_losses(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, windows = tiny_model(family), random_text().selection.windows[:9]
+    own = evaluate(model, windows, batch_size=4).nats
+    monkeypatch.setattr(evaluating, "CHUNK", 31 * 4 * 77)  # 77 words of the vocabulary at a time
+    if has_plain_head(model, windows):
+        torch.testing.assert_close(evaluate(model, windows, batch_size=4, plain=True).nats, own, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(evaluate(model, windows, batch_size=4).nats, own, rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_that_does_more_is_left_to_the_model() -> None:
+    windows = random_text().selection.windows
+    assert has_plain_head(tiny_model("llama"), windows)
+    assert has_plain_head(tiny_model("gpt2"), windows)
+    assert not has_plain_head(tiny_model("gemma2"), windows)  # caps its logits
+    assert not has_plain_head(tiny_model("cohere"), windows)  # scales them
 
 
 def test_the_interval_is_paired_and_covers_the_truth() -> None:

@@ -8,10 +8,10 @@ from planted import SEQ_LEN, LinearFFN, WildFFN, planted_model, random_text
 from torch import Tensor
 from zoo import FAMILIES, tiny_model
 
-from compressor.blocks import Block, Rows, find_blocks, watch
+from compressor.blocks import Block, Rows, body, find_blocks, watch
 from compressor.errors import InputError
 from compressor.evaluating import batches
-from compressor.measuring import body, measure, stream_weights
+from compressor.measuring import measure, stream_weights
 
 
 def raw_rows(model: torch.nn.Module, windows: Tensor) -> dict[int, tuple[Tensor, Tensor, Tensor]]:

@@ -11,14 +11,14 @@ from torch import nn
 from zoo import WIDTH, logits, tiny_model
 
 import compressor
-from compressor.blocks import Rows, find_blocks, watch
+from compressor.blocks import Rows, body, find_blocks, watch
 from compressor.budget import Budget
 from compressor.errors import BudgetError, InputError
 from compressor.evaluating import evaluate
 from compressor.fitting import Fitter
 from compressor.forms import Form
 from compressor.frontier import Option, bracket, efficient, ladder_of, sequence
-from compressor.measuring import body, measure
+from compressor.measuring import measure
 from compressor.modeling_compressor import Replacement
 from compressor.patching import patched
 from compressor.planning import Planner, fit_forms

@@ -9,8 +9,7 @@ import torch
 from planted import random_text
 from zoo import FAMILIES, tiny_model
 
-from compressor.blocks import find_blocks, hidden_of
-from compressor.measuring import body
+from compressor.blocks import body, find_blocks, hidden_of
 from compressor.stream import Stream
 
 
