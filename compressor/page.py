@@ -205,7 +205,7 @@ checks, texts, tasks, blocks = (listed(title, key) for key, title in TITLES.item
 Layout = tuple[Callable[[Record], Html], ...]
 ASSESSMENT: Layout = (headline, checks, texts, tasks, speed, talk, hurts, blocks)
 ASSESSMENT += (*sections.SECTIONS, agreement, provenance)
-PROFILE: Layout = (sections.opening, sections.verdicts, *sections.SECTIONS, provenance)
+PROFILE: Layout = (sections.opening, *sections.SECTIONS, sections.verdicts, provenance)
 SEVERAL: Layout = (sections.opening, sections.compared, lambda report: sections.each(report, provenance))
 HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode("utf-8")).digest()).decode("ascii")
 POLICY = f"default-src 'none'; script-src 'sha256-{HASH}'; style-src 'unsafe-inline'; img-src data:; "
@@ -225,7 +225,8 @@ ul.warnings{margin:1rem 0;padding:.6rem 1rem;background:var(--soft);border-left:
 .scroll{overflow-x:auto;margin:.75rem 0}table{border-collapse:collapse;font-size:.9rem;min-width:min(100%,34rem)}
 th,td{padding:.4rem 1.1rem .4rem 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--line);
 white-space:nowrap;overflow-wrap:normal}table .n{text-align:right}thead th{vertical-align:bottom;white-space:normal}
-table .note{white-space:normal;min-width:9rem;max-width:22rem}th{font-weight:500}thead{color:var(--dim);font-size:.8rem}
+table .note,table .text{white-space:normal;min-width:14rem;max-width:32rem}th{font-weight:500}
+thead{color:var(--dim);font-size:.8rem}
 .hit>*{background:var(--hit)}.hit th{box-shadow:inset 3px 0 var(--bad);padding-left:.7rem}.prompt{font-weight:500}
 code{font:.88em ui-monospace,monospace;unicode-bidi:isolate}summary{cursor:pointer;padding:.35rem 0}
 details+details,article+article{border-top:1px solid var(--line)}article{padding:.75rem 0}.text{white-space:pre-wrap}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from compressor import charting
 from compressor.charts import Chart
@@ -10,6 +11,7 @@ from compressor.linearity import flat, profiles_of
 from compressor.markup import NOTHING, Html, Record, e, join, last_part, num, percent, records, some, table, titled
 from compressor.plots import plot
 from compressor.summarising import answer, finding_lines
+from compressor.summarising import listed as block_numbers
 
 
 def title(report: Record) -> str:
@@ -22,7 +24,7 @@ def opening(report: Record) -> Html:
     lead = []
     for profile in profiles_of(report):
         name = e("h3", last_part(profile["source"]["model"])) if "profiles" in report else NOTHING
-        lead += [name, *(e("p", sentence, class_="answer") for sentence in answer(profile))]
+        lead += [name, e("div", *(e("p", sentence) for sentence in answer(profile)), class_="answer")]
     return e("header", e("h1", title(report)), *lead, NOTHING if "profiles" in report else findings(report))
 
 
@@ -30,8 +32,9 @@ def findings(report: Record) -> Html:
     return some("ul", *(e("li", told) for told in finding_lines(report)), class_="findings")
 
 
-def drawn(chart: Chart | None) -> Html:
-    return plot(chart) if chart else NOTHING
+def drawn(chart: Chart | None, title: str = "") -> Html:
+    """The chart under a title of its own, or none where its section has one."""
+    return plot(replace(chart, title=title)) if chart else NOTHING
 
 
 def in_table(report: Record, kind: str, *parts: str) -> Html:
@@ -51,14 +54,14 @@ def row(block: Record) -> Record:
 def depth(report: Record) -> Html:
     blocks = [row(b) for b in report.get("blocks") or [] if "r2_median" in b]
     offers = records((report.get("swap") or {}).get("together"))
-    told = [{**o, "names": ", ".join(map(str, o["blocks"]))} for o in offers]
+    told = [{**o, "names": block_numbers(o["blocks"])} for o in offers]
     together = titled("div", "The cheapest blocks together, as linear maps", table("Together", "together", told))
     figures = titled("details", "Table", table("Linearity", "linearity", blocks))
     return titled(
         "section",
         "Linearity over depth",
         drawn(charting.depth(report)),
-        drawn(charting.swap(report)),
+        drawn(charting.swap(report), "What it costs to replace a block"),
         together,
         figures,
     )
@@ -71,7 +74,7 @@ def regimes(report: Record) -> Html:
 
 def outliers(block: Record) -> Html:
     """The rows that carry an outlier block's variance: token, place, and the text around it."""
-    rows = [{**r, "around": around(r)} for r in block["top_rows"]]
+    rows = [{**r, "token": repr(r.get("token")), "around": around(r)} for r in block["top_rows"]]
     place = (
         f"position {num(block.get('top_position'))} of the windows carries {percent(block.get('top_position_share'))}"
     )
@@ -80,8 +83,8 @@ def outliers(block: Record) -> Html:
 
 
 def around(found: Record) -> Html:
-    marked = e("mark", repr(found.get("token"))[1:-1])
-    return e("span", str(found.get("before") or "")[-80:], marked, str(found.get("after") or "")[:80], class_="text")
+    before, after = (" ".join(str(found.get(side) or "").split()) for side in ("before", "after"))
+    return e("div", before[-80:], e("mark", repr(found.get("token"))[1:-1]), after[:80], class_="text")
 
 
 def verdicts(report: Record) -> Html:
@@ -96,7 +99,7 @@ def charted(title: str, chart: Callable[[Record], Chart | None], kind: str, *par
 
     def section(report: Record) -> Html:
         figure = chart(report)
-        return titled("section", title, plot(figure), in_table(report, kind, *parts)) if figure else NOTHING
+        return titled("section", title, drawn(figure), in_table(report, kind, *parts)) if figure else NOTHING
 
     return section
 
@@ -104,7 +107,7 @@ def charted(title: str, chart: Callable[[Record], Chart | None], kind: str, *par
 def corpora(report: Record) -> Html:
     figure = charting.corpora(report)
     agreed = table("Agreement of corpora", "agreed", report.get("corpus_agreement"))
-    return titled("section", "Corpora", plot(figure), agreed) if figure else NOTHING
+    return titled("section", "Corpora", drawn(figure), agreed) if figure else NOTHING
 
 
 ladder = charted("The rank ladder", charting.ladder, "ladder", "ladder")
@@ -127,7 +130,7 @@ def compared(report: Record) -> Html:
     ]
     figure = charting.models(report)
     return (
-        titled("section", "Models side by side", plot(figure), table("Models", "models", rows)) if figure else NOTHING
+        titled("section", "Models side by side", drawn(figure), table("Models", "models", rows)) if figure else NOTHING
     )
 
 
@@ -136,6 +139,6 @@ def each(report: Record, provenance: Callable[[Record], Html]) -> Html:
     parts = []
     for profile in profiles_of(report):
         name = last_part(profile["source"]["model"])
-        body = (section(profile) for section in (verdicts, *SECTIONS, provenance))
+        body = (section(profile) for section in (*SECTIONS, verdicts, provenance))
         parts.append(e("article", e("h2", name, class_="model"), findings(profile), *body))
     return join(*parts)

@@ -33,23 +33,24 @@ def answer(report: Record) -> list[str]:
     offers = ((report.get("swap") or {}).get("together")) or []
     if offers:
         swap = report["swap"]
-        gone = "; ".join(
-            f"{'block' if len(o['blocks']) == 1 else 'blocks'} {listed(o['blocks'])}: "
-            f"{percent(o['removed_fraction'])} of the parameters for {num(o['delta'], '+', '.2f')}"
+        gone = ", ".join(
+            f"{percent(o['removed_fraction'])} for {num(o['delta'], '+', '.2f')} "
+            f"({'block' if len(o['blocks']) == 1 else 'blocks'} {listed(o['blocks'])})"
             for o in affordable(offers)
         )
-        where = f"perplexity {num(swap['baseline'], form='.2f')}, {num(swap['tokens'])} tokens in windows of "
-        where += num(swap["seq_len"])
-        said.append(f"As linear maps, measured together ({where}): {gone}.")
+        where = f"{num(swap['tokens'])} tokens in windows of {num(swap['seq_len'])}"
+        start = num(swap["baseline"], form=".2f")
+        said.append(f"Parameters that linear maps save, and what they cost in perplexity (from {start}): {gone}.")
+        said.append(f"Measured with these blocks replaced together, on {where}; the whole job finds cheaper forms.")
     elif any("predicted_dloss" in b for b in blocks):
         whole = report["parameters"]["before"]
         best = sorted((b for b in blocks if b["verdict"] != "unsafe"), key=lambda b: b["predicted_dloss"])[:3]
-        gone = "; ".join(
-            f"block {b['index']}: {percent((b['params_before'] - b['linear_params']) / whole)} of the parameters for "
-            f"{num(b['predicted_dloss'])} nats per token"
+        gone = ", ".join(
+            f"{percent((b['params_before'] - b['linear_params']) / whole)} for {num(b['predicted_dloss'])} nats per "
+            f"token (block {b['index']})"
             for b in best
         )
-        said += [f"As linear maps alone, predicted: {gone}."] if best else []
+        said += [f"Parameters that a linear map saves, and what it is predicted to cost: {gone}."] if best else []
     said.append(f"Safe: {listed(words['safe']) or 'none'}. Costly: {listed(words['costly']) or 'none'}.")
     said.append(f"Not to be touched: {listed(words['unsafe']) or 'none'}.")
     return said

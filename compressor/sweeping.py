@@ -107,11 +107,8 @@ class Sweeper:
         def losses(windows: Tensor) -> Tensor:
             return evaluate(self.model, windows, batch_size=self.batch, plain=plain).nats
 
-        first = self.windows[: self.batch]
-        evaluate(self.model, first, batch_size=self.batch)  # the first pass of a process is slow
-        began = time.perf_counter()
-        evaluate(self.model, first, batch_size=self.batch)
-        whole = (time.perf_counter() - began) * len(self.windows) / len(first)
+        self.time_whole()  # the first pass of a process is slow
+        whole = self.time_whole()
         began = time.perf_counter()
         stream = Stream(self.model, self.blocks, self.windows, self.batch)
         few = Stream(self.model, self.blocks, self.windows[:1, :16], 1)  # enough to see how a layer adds its block
@@ -126,9 +123,18 @@ class Sweeper:
         stream.advance(len(self.blocks))
         with resume(self.model, stream):
             before = losses(self.windows)
+        took = time.perf_counter() - began
+        one = (whole + self.time_whole()) / 2
         # The pass over the unchanged model is the baseline's own evaluation: it is not what the sweep adds.
-        seconds = torch.tensor([time.perf_counter() - began - whole, whole], dtype=ACCUMULATION_DTYPE)
+        seconds = torch.tensor([took - one, one], dtype=ACCUMULATION_DTYPE)
         return {"before": before, "after": torch.stack(after), "seconds": seconds}
+
+    def time_whole(self) -> float:
+        """Seconds of one whole evaluation of the windows, judged by the first batch."""
+        first = self.windows[: self.batch]
+        began = time.perf_counter()
+        evaluate(self.model, first, batch_size=self.batch)
+        return (time.perf_counter() - began) * len(self.windows) / len(first)
 
     def pass_again(self, stream: Stream, p: BlockProfile) -> Stream:
         """The place behind the block's layer with the block replaced, by running the layer once more: for a layer with

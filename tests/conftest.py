@@ -105,3 +105,15 @@ def compressed(compress: Compress, models: Path, options: list[str], tmp_path_fa
     done = compress(models / "gpt2", *options, "--max-dppl", "0.2%", "--out", out)
     assert done.code == 0, done.err
     return out
+
+
+@pytest.fixture(scope="session")
+def profiled(compress: Compress, models: Path, options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `compress profile MODEL` wrote with everything that it can measure; no test may change it."""
+    root = tmp_path_factory.mktemp("profiled")
+    other = root / "other.txt"
+    other.write_text("".join(line[::-1] + "\n" for line in sentences(4000, seed=5).splitlines()), encoding="utf-8")
+    probes = ["--probe", "bilinear", "--probe", "trained", "--probe-steps", "20", "--cross", str(models / "llama")]
+    done = compress("profile", models / "gpt2", *options, "--text", other, *probes, "--out", root / "report")
+    assert done.code == 0, done.err
+    return root / "report"

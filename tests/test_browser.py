@@ -95,12 +95,13 @@ def helper() -> str:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def files(tmp_path_factory: pytest.TempPathFactory, profiled: Path, compressed: Path) -> dict[str, Path]:
+    """Pages made from records, and those that a profile and a whole job really wrote."""
     directory = tmp_path_factory.mktemp("pages")
     made = {name: directory / f"{name}.html" for name in ("report", "hostile", "charts")}
     for file, text in zip(made.values(), (page(full()), page(hostile()), helper()), strict=True):
         file.write_text(text, encoding="utf-8")
-    return made
+    return {**made, "profile": profiled / "report.html", "job": compressed / "report.html"}
 
 
 class Opened:
@@ -158,6 +159,17 @@ def test_every_figure_is_there(opened: Opened) -> None:
         assert len(figure.locator(".mark[data-at]").all()) == count
         boxes = figure.locator(".mark[data-at]:not(.ghost) > *, rect.mark, .line").evaluate_all(BOXES)
         assert boxes
+
+
+@given({"file": "profile"}, {"file": "job"}, {"file": "profile", "java_script_enabled": False})
+def test_a_real_report_shows_its_plots(opened: Opened) -> None:
+    """Nothing is said on the console, nothing is asked for (see `opened`), and every plot has marks."""
+    figures = opened.page.locator("figure.plot")
+    assert figures.count() >= (8 if opened.page.title().startswith("How linear") else 5)
+    for figure in figures.all():
+        assert figure.locator(".mark[data-at]").count() >= 3
+        assert figure.locator("figcaption").inner_text()
+    assert opened.page.locator("h1").count() == 1
 
 
 @given({"file": "charts", "java_script_enabled": False})
@@ -255,7 +267,11 @@ def test_a_tap_tells_until_the_next(opened: Opened) -> None:
 
 
 @given(
-    *({"file": file, "viewport": size} for file in ("report", "hostile", "charts") for size in (PHONE, WIDE)),
+    *(
+        {"file": file, "viewport": size}
+        for file in ("report", "hostile", "charts", "profile", "job")
+        for size in (PHONE, WIDE)
+    ),
     {"file": "charts", "viewport": {"width": 620, "height": 700}},
 )
 def test_it_fits_and_letters_do_not_overlap(opened: Opened) -> None:
