@@ -18,8 +18,8 @@ R2 = "R² on held-out rows"
 def where(report: Record) -> str:
     """What the numbers of a chart were measured on."""
     rows, text = report.get("rows") or {}, report.get("text") or {}
-    fitted, held = num(rows.get("fitted")), num(rows.get("held_out"))
-    return f"{fitted} rows fitted, {held} held out, windows of {num(text.get('seq_len'))} tokens."
+    name, fitted, held = last_part((report.get("source") or {}).get("model")), rows.get("fitted"), rows.get("held_out")
+    return f"{name}: {num(fitted)} rows fitted, {num(held)} held out, windows of {num(text.get('seq_len'))} tokens."
 
 
 def has(blocks: Blocks, *keys: str) -> Blocks:
@@ -250,7 +250,7 @@ def models(report: Record) -> Chart | None:
             for k, b in enumerate(profile["blocks"])
         )
         series.append(Series(name, points, dashed=place > 0))
-    caption = " ".join(f"{last_part(p['source']['model'])}: {where(p)}" for p in profiles)
+    caption = " ".join(map(where, profiles))
     x = Axis("relative depth", limits=(0.0, 1.0))
     return Chart("models", "Models side by side", x, Axis(R2), tuple(series), caption)
 
