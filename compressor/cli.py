@@ -67,7 +67,8 @@ def refuse_early(
     """What can be refused before torch is imported, which takes longer than this."""
     from compressor import hub, taskfiles
 
-    hub.refuse_out_of_reach(model)
+    for name in (model, values.get("cross")):
+        hub.refuse_out_of_reach(name)
     taskfiles.refuse_early(values.get("tasks"), values.get("task_path"), recipe_file, trust_remote_code)
 
 
@@ -146,12 +147,9 @@ def run(
 @app.command()
 def profile(
     models: opt.Models = None,
-    out: Annotated[str | None, typer.Option(help="directory of the report  [MODEL-profile]")] = None,
+    out: opt.ReportOut = None,
     overwrite: opt.Overwrite = None,
-    text: Annotated[
-        list[str] | None,
-        typer.Option("--text", help="UTF-8 file, wikitext2, hub:OWNER/NAME, or demo; repeat to compare corpora"),
-    ] = None,
+    text: opt.Corpora = None,
     recipe_file: opt.RecipeFile = None,
     swap: opt.Swap = None,
     swap_tokens: opt.SwapTokens = None,
@@ -179,11 +177,12 @@ def profile(
     """
     values = recipe_keys(locals())
     values.pop("models")
-    for model in [*(models or []), *([cross] if cross else [])]:
-        refuse_early(model, values)
+    for model in models or [""]:
+        refuse_early(model or None, values)
     from compressor import profiling, recipe, summarising
 
     settings = recipe.resolve(recipe_file, values)
+    settings = settings.model_copy(update={"out": out})  # a recipe's own is where its compressed model goes
     report = profiling.profile(settings, models or [], begin(trust_remote_code, cache, no_cache), write=not as_json)
     emit(report, as_json, summarising.profile_lines(report), summarising.profile_tables(report))
 

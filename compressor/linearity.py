@@ -165,7 +165,7 @@ def describe_probes(study: Study) -> dict[str, Any]:
     if found:
         found = {"probes": {"rows": study.probed_rows, "sampled": study.sampled, **found}}
     if study.crossings:
-        found["cross"] = describe_cross(study.crossings)
+        found["cross"] = {"source": describe_source(study.other), **describe_cross(study.crossings)}
     return found
 
 

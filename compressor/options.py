@@ -10,7 +10,7 @@ import typer
 Model = Annotated[str | None, typer.Argument(help="hub id, local directory, or `demo`", show_default=False)]
 Models = Annotated[
     list[str] | None,
-    typer.Argument(metavar="MODEL...", help="hub ids, local directories, or `demo`", show_default=False),
+    typer.Argument(metavar="MODEL", help="hub ids, local directories, or `demo`", show_default=False),
 ]
 Directory = Annotated[Path, typer.Argument(help="a directory that compress wrote", show_default=False)]
 MaxDppl = Annotated[
@@ -61,6 +61,11 @@ Json = Annotated[bool, typer.Option("--json", help="print the report alone, as J
 Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 
 # of the linearity report
+ReportOut = Annotated[str | None, typer.Option("--out", help="directory of the report  [MODEL-profile]")]
+Corpora = Annotated[
+    list[str] | None,
+    typer.Option("--text", help="UTF-8 file, wikitext2, hub:OWNER/NAME, or demo; repeat to compare corpora"),
+]
 Swap = Annotated[
     bool | None,
     typer.Option(

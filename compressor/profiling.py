@@ -10,7 +10,7 @@ from compressor.jobs import Job, Setting, measure_once, open_job, open_text, pre
 from compressor.linearity import describe_corpora, describe_profile
 from compressor.markup import last_part
 from compressor.recipe import Recipe
-from compressor.records import describe_source, describe_tool
+from compressor.records import describe_tool
 from compressor.saving import PROFILE, check_output, save_profile
 from compressor.text import Text, split_text
 
@@ -65,6 +65,4 @@ def profile_one(recipe: Recipe, setting: Setting) -> dict[str, Any]:
     report = describe_profile(job.model, job.tokenizer, job.text, first, study)
     if len(texts) > 1:
         report |= describe_corpora(list(texts), list(texts.values()), list(measured.values()))
-    if job.other:
-        report["cross"]["source"] = describe_source(job.other[0])
     return {**report, "recipe": job.recipe.settings(), "timings": job.timings()}

@@ -47,6 +47,7 @@ class Study:
     probed_rows: int = 0
     sampled: bool = False  # there were more rows than memory for them
     crossings: list[Crossing] = field(default_factory=list)
+    other: Any = None  # the model that it was crossed with
 
 
 def study(
@@ -75,7 +76,8 @@ def study(
         sweep = Sweep(alone, sweeper.together(touchable), seconds, whole)
     probes = run_probes(model, profile.blocks, text, wanted, key, batch_size, seed, cache, progress)
     crossings = cross(model, text, *wanted.other, **how) if wanted.other else []
-    return Study(verdicts, dict(damages), sweep, crossings=crossings, **probes)
+    other = wanted.other[0] if wanted.other else None
+    return Study(verdicts, dict(damages), sweep, crossings=crossings, other=other, **probes)
 
 
 def run_probes(
