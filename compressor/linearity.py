@@ -134,6 +134,11 @@ def describe_sweep(study: Study, parameters: int) -> dict[str, Any]:
             "seconds": sweep.seconds,
             "whole_evaluation_seconds": sweep.whole_seconds,
             "ratio": sweep.ratio,
+            "predicted_rank_correlation": number(
+                rank_correlation(
+                    [study.damages[index].linear for index in sweep.alone], [e.delta for e in sweep.alone.values()]
+                )
+            ),
             "together": together,
         }
     }

@@ -78,7 +78,8 @@ def finding_lines(report: Record) -> list[str]:
     if swap:
         lines.append(
             f"replacing each block alone cost {swap['ratio']:.2f} of one whole evaluation per block "
-            f"({swap['seconds']:.0f} s for {len(report['blocks'])} blocks)"
+            f"({swap['seconds']:.0f} s for {len(report['blocks'])} blocks); rank correlation with what gradients "
+            f"predict {num(swap.get('predicted_rank_correlation'), form='.2f')}"
         )
     lines += [
         f"corpora {pair['first']} and {pair['second']}: rank correlation of R²_lin "
