@@ -2,12 +2,14 @@
 holds.
 
     python benchmarks/get_smollm2.py ./smollm2-135m
-    python benchmarks/get_stories15m.py ./stories15m
+    python benchmarks/get_stories15m.py ./stories15m --stories stories.txt
     python benchmarks/reproduce_paper.py ./smollm2-135m ./stories15m demo \\
-        --text wiki=wiki.test.raw --text prose=sotu_speeches.txt --text code=python_code_sympy.txt
+        --text wiki=wiki.test.raw --text prose=sotu_speeches.txt --text code=python_code_sympy.txt \\
+        --text stories15m:stories=stories.txt --text stories15m:prose=austen_novels.txt
 
 Models are directories, hub ids (gpt2, EleutherAI/pythia-160m and JackFram/llama-160m run by the same command wherever
-their weights are reachable) or `demo` (on its own text). One that cannot be had is told in a line and left out. Every
+their weights are reachable) or `demo` (on its own text). A text with a model's name before a colon is for that model
+alone, which then takes no other. A model that cannot be had is told in a line and left out. Every
 model is profiled as `compress profile MODEL --text … --probe bilinear --probe trained` does, and crossed with itself
 untrained: the same configuration with random weights (seed 0), given the trained model's inputs (`--cross`), so that
 "learned, not architectural" is tested. What was measured before is taken from the cache (`--cache`). A claim holds on a
@@ -98,7 +100,7 @@ CLAIMS = (
     Claim("blocks are heterogeneous", "spread of R²_lin over blocks", shape("spread"), lambda v: v >= 0.3, "≥ 0.3"),
     Claim(
         "linearity is not monotone in depth",
-        "|rank correlation of R²_lin with depth|",
+        "rank correlation of R²_lin with depth, absolute,",
         lambda r: number(abs(r["shape"]["rank_correlation_with_depth"] or 0.0)),
         lambda v: v < 0.8,
         "< 0.8",
@@ -115,7 +117,7 @@ CLAIMS = (
     ),
     Claim(
         "its gain is uncorrelated with what is left",
-        "|Pearson of gain and 1 − R²_lin|",
+        "Pearson correlation of gain and 1 − R²_lin, absolute,",
         lambda r: None if (v := probe("bilinear", "pearson")(r)) is None else abs(v),
         lambda v: v < 0.3,
         "< 0.3",
@@ -138,7 +140,7 @@ CLAIMS = (
     ),
     Claim(
         "linearity is learned, not architectural",
-        "mean |R²_lin trained − untrained| on the same inputs",
+        "mean distance of R²_lin, trained from untrained, on the same inputs",
         learned,
         lambda v: v >= 0.1,
         "≥ 0.1",
@@ -163,8 +165,18 @@ def activation(model: str) -> str:
     return str(next((getattr(config, n) for n in names if getattr(config, n, None)), "unknown"))
 
 
+def texts_of(model: str, options: argparse.Namespace) -> list[str]:
+    """The texts that are for this model alone, else those that are for all."""
+    if model == "demo":
+        return ["demo"]
+    names = {last_part(name) for name in options.models}
+    split = [(word.partition(":")[0], word.partition(":")[2]) for word in options.text]
+    own = [rest for name, rest in split if name == last_part(model)]
+    return own or [word for word, (name, _) in zip(options.text, split, strict=True) if name not in names]
+
+
 def study(model: str, options: argparse.Namespace, setting: Setting) -> Report | None:
-    texts = ["demo"] if model == "demo" else options.text
+    texts = texts_of(model, options)
     with tempfile.TemporaryDirectory() as folder:
         try:
             values = {

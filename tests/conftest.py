@@ -114,6 +114,7 @@ def profiled(compress: Compress, models: Path, options: list[str], tmp_path_fact
     other = root / "other.txt"
     other.write_text("".join(line[::-1] + "\n" for line in sentences(4000, seed=5).splitlines()), encoding="utf-8")
     probes = ["--probe", "bilinear", "--probe", "trained", "--probe-steps", "20", "--cross", str(models / "llama")]
+    probes.append("--no-cache")  # the time of every stage must be in it
     done = compress("profile", models / "gpt2", *options, "--text", other, *probes, "--out", root / "report")
     assert done.code == 0, done.err
     return root / "report"

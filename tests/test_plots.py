@@ -17,7 +17,7 @@ from test_page import HOSTILE, Document
 from compressor import plots
 from compressor.charts import Axis, Chart, Point, Series
 from compressor.figures import draw, draw_frontier
-from compressor.layout import LARGEST_DOT, LIGHT, RAMPS, SHAPES, blend, lay_out, settle, styles
+from compressor.layout import LARGEST_DOT, LEAST_DOT, LIGHT, RAMPS, SHAPES, blend, lay_out, settle, styles
 from compressor.plots import plot
 from compressor.scales import Scale, figure, fit, ticks
 
@@ -185,7 +185,7 @@ def test_bars_of_several_series_stand_side_by_side() -> None:
 def test_area_stands_for_size() -> None:
     sized = Series("s", tuple(Point(x, 1, size=size) for x, size in enumerate([100.0, 25.0, 1e-9, NAN, -4.0])), "dots")
     radii = [float(str(a["r"])) for a in found(chart(sized), "r")]
-    assert radii == [LARGEST_DOT, LARGEST_DOT / 2, 2.0, 2.0, 2.0]
+    assert radii == [LARGEST_DOT, LARGEST_DOT / 2, LEAST_DOT, LEAST_DOT, LEAST_DOT]
     for corners in SHAPES[1:]:
         twice = sum(a[0] * b[1] - b[0] * a[1] for a, b in pairwise([*corners, corners[0]]))
         assert abs(twice) / 2 == pytest.approx(math.pi, rel=0.003)
