@@ -24,6 +24,7 @@ from compressor.text import HELD_OUT_EVERY, Text
 MEMORY_SHARE = 0.5
 COPIES = 10  # of a block's rows that a probe has in memory at once, inputs and outputs, most of them float32
 BILINEAR_RANK = 16
+SUBSPACE = 8  # directions and rounds in which leading eigenvectors are looked for
 ROUND, MOST_ROUNDS = 10, 40  # iterations between two looks at convergence
 CONVERGED = (1e-5, 1e-3)  # growth in a round, of the output's variance or of what is explained: less is none
 TRAINED_STEPS, TRAINED_BATCH, TRAINED_RATE = 1000, 256, 1e-3
@@ -198,10 +199,7 @@ def seed_directions(z: Tensor, residual: Tensor, rank: int) -> tuple[Tensor, Ten
     directions = torch.linalg.eigh(residual.T @ residual).eigenvectors[:, -count:]
     left, right = [], []
     for direction in directions.flip(1).T:
-        weighted = z * (residual @ direction)[:, None]
-        values, vectors = torch.linalg.eigh(z.T @ weighted / len(z))
-        order = values.abs().argsort(descending=True)
-        first, second = vectors[:, order[0]], vectors[:, order[min(1, len(order) - 1)]]
+        first, second = leading_pair(z, residual @ direction)
         # Equal factors would stay equal for ever: u and v are drawn apart a little, towards the next direction.
         left.append(first + 0.1 * second)
         right.append(first - 0.1 * second)
@@ -209,6 +207,18 @@ def seed_directions(z: Tensor, residual: Tensor, rank: int) -> tuple[Tensor, Ten
         left.append(left[len(left) % count].roll(1))
         right.append(right[len(right) % count].roll(2))
     return torch.stack(left, dim=1).contiguous(), torch.stack(right, dim=1).contiguous()
+
+
+def leading_pair(z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The two eigenvectors of Σ w·z·zᵀ with the largest values of either sign, without making that matrix."""
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.randn(z.shape[1], min(SUBSPACE, z.shape[1]), generator=generator).to(z)
+    for _ in range(SUBSPACE):
+        basis = torch.linalg.qr(z.T @ (weights[:, None] * (z @ basis))).Q
+    inside = z @ basis
+    values, vectors = torch.linalg.eigh(inside.T @ (weights[:, None] * inside))
+    order = values.abs().argsort(descending=True)
+    return basis @ vectors[:, order[0]], basis @ vectors[:, order[min(1, len(order) - 1)]]
 
 
 def probe_trained(sample: Sample, steps: int = TRAINED_STEPS, seed: int = 0) -> Trained:

@@ -49,6 +49,17 @@ def test_products_are_found() -> None:
     assert found.gain == pytest.approx(found.r2_poly - found.r2_lin)
 
 
+def test_leading_directions_are_those_of_the_matrix() -> None:
+    generator = torch.Generator().manual_seed(3)
+    z, weights = torch.randn(400, 12, generator=generator), torch.randn(400, generator=generator)
+    z[:, 4] *= 3
+    weights += 0.5 * (z[:, 4] * z[:, 7])  # makes two large eigenvalues of opposite sign
+    values, vectors = torch.linalg.eigh(z.T @ (weights[:, None] * z))
+    order = values.abs().argsort(descending=True)
+    for found, expected in zip(probing.leading_pair(z, weights), vectors[:, order[:2]].T, strict=True):
+        assert abs(found @ expected) == pytest.approx(1, abs=0.05)
+
+
 def test_a_linear_map_leaves_nothing_to_find() -> None:
     found = probe_bilinear(planted(lambda x: x @ weights(WIDTH, WIDTH) + 7))
     assert found.r2_lin == pytest.approx(1.0, abs=1e-6)
