@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from compressor.jobs import Job, Setting, measure_once, open_job, open_text, predict_once, study_of
+from compressor.jobs import Job, Setting, absolute, measure_once, open_job, open_text, predict_once, study_of
 from compressor.linearity import describe_corpora, describe_profile
 from compressor.markup import last_part
 from compressor.recipe import Recipe
 from compressor.records import describe_tool
 from compressor.saving import PROFILE, check_output, save_profile
-from compressor.text import Text, split_text
+from compressor.text import UNNAMED, Text, group
 
 
 def profile(recipe: Recipe, models: Sequence[str], setting: Setting, *, write: bool = True) -> dict[str, Any]:
@@ -39,14 +40,18 @@ def open_corpora(recipe: Recipe, setting: Setting) -> tuple[Job, dict[str, Text]
     """A job on the first corpus, and the texts of all of them by name. A text without a name is a corpus by itself."""
     corpora: dict[str, list[str]] = {}
     for word in recipe.text or []:
-        name, rest = split_text(word)
-        corpora.setdefault(name or unused(last_part(rest).removesuffix(".txt"), corpora), []).append(rest)
-    first, *others = corpora or ["text"]
+        ((name, (rest,)),) = group([word]).items()
+        name = unused(last_part(rest).removesuffix(".txt"), corpora) if name == UNNAMED else name
+        corpora.setdefault(name, []).append(absolute(rest))
+    first, *others = corpora or [UNNAMED]
     job = open_job(recipe.model_copy(update={"text": corpora.get(first)}), setting, with_tasks=False)
     texts = {first: job.text}
     for name in others:
         asked = job.recipe.model_copy(update={"text": corpora[name]})
         texts[name] = open_text(asked, job.model, job.tokenizer)[0]
+    if others:
+        words = [f"{name}={file}" for name, files in corpora.items() for file in files]
+        job = replace(job, recipe=job.recipe.model_copy(update={"text": words}))
     return job, texts
 
 

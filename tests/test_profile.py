@@ -76,6 +76,7 @@ def test_corpora_have_profiles_of_their_own(profiled: Path) -> None:
     first, second = ([block["r2_lin"] for block in corpus["blocks"]] for corpus in report["corpora"])
     assert first == [block["r2_lin"] for block in report["blocks"]]
     assert first != second
+    assert [word.partition("=")[0] for word in report["recipe"]["text"]] == ["corpus", "other"]
     (pair,) = report["corpus_agreement"]
     assert (pair["first"], pair["second"]) == ("corpus", "other")
     assert -1 <= pair["rank_correlation"] <= 1
@@ -215,6 +216,7 @@ def test_a_short_corpus_is_refused_by_name(
         (["--swap-tokens", "0"], "swap_tokens"),
         (["--cross", "./nowhere"], "./nowhere"),
         (["--text", "nowhere.txt"], "nowhere.txt does not exist"),
+        (["--text", "wiki="], "nothing stands after the name"),
         (["--seq-len", "65"], "context of 64"),
     ],
 )
