@@ -137,11 +137,12 @@ def run(
     """The whole job; `compress MODEL …` is short for `compress run MODEL …`."""
     values = recipe_keys(locals())
     refuse_early(model, values, recipe_file, trust_remote_code)
-    from compressor import pipeline, recipe, reporting
+    from compressor import pipeline, recipe, reporting, summarising
 
     settings = recipe.resolve(recipe_file, values)
     report = pipeline.compress(settings, begin(trust_remote_code, cache, no_cache))
-    emit(report, as_json, reporting.result_lines(report), reporting.block_table(report))
+    lines = [*summarising.finding_lines(report), *reporting.result_lines(report)]
+    emit(report, as_json, lines, reporting.block_table(report))
 
 
 @app.command()
