@@ -185,7 +185,7 @@ def study(model: str, options: argparse.Namespace, setting: Setting) -> Report |
                 "calib_tokens": options.calib_tokens,
                 "probe": ["bilinear", "trained"],
                 "swap": True,
-                "cross": str(untrained(model, Path(folder))),
+                "cross": None if options.no_untrained else str(untrained(model, Path(folder))),
             }
             report = profile(validate(values, "options"), [model], setting, write=False)
         except InputError as error:
@@ -201,6 +201,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--calib-tokens", type=int, default=16384)
     parser.add_argument("--cache", type=Path, default=default_directory())
+    parser.add_argument("--no-untrained", action="store_true", help="leave out the untrained copy of each model")
     parser.add_argument("--json", type=Path, help="keep the records here")
     options = parser.parse_args()
     progress = Progress(visible=True)
