@@ -42,6 +42,7 @@ def prepare(
     found = Study(planner.verdicts, planner.damages)
     if studied:
         found = study_of(job, measured, planner.damages, planner.limit)
+        planner.adopt(found.verdicts)
     report = describe_profile(job.model, job.tokenizer, job.text, measured, found)
     report["budget"] = describe_budget(planner.budgets, planner.allowed)
     return planner, {**report, "recipe": recipe.settings()}

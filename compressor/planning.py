@@ -84,6 +84,11 @@ class Planner:
         how: dict[str, Any] = {"objective": self.objective, "compensate": self.compensate}
         return Planner(self.bench, self.profile, budgets, verified=self.verified, **how)
 
+    def adopt(self, verdicts: Mapping[int, Verdict]) -> None:
+        """Take verdicts that know more than predictions do: those of blocks that were replaced on trial."""
+        self.verdicts = dict(verdicts)
+        self.lay_out()
+
     def lay_out(self) -> None:
         """The options of every block that may be touched, and the plans from the smallest to the largest."""
         usable = {i: row for i, row in self.bench.options.items() if self.verdicts[i].word != "unsafe"}

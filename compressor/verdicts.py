@@ -10,6 +10,7 @@ from compressor.measuring import BlockProfile
 from compressor.sensitivity import Damage
 
 SAFE_NATS = 0.02  # without a budget, a block is safe when its linear map costs less than this
+EXPECTED = 2.0  # times its prediction: a cost up to this is what gradients led to expect
 OUTLIER_GAP = 0.2  # R²_lin above the stream-weighted one by this much rests on a few rows
 
 
@@ -25,7 +26,10 @@ def judge(
     profile: BlockProfile, damage: Damage, limit: float = SAFE_NATS, measured: Evaluation | None = None
 ) -> Verdict:
     """Outlier rows, and an error far outside the quadratic regime, forbid a block. The rest is what its linear map
-    costs: as measured, upper end of the interval, where the block was replaced on trial; else as predicted."""
+    costs: as measured, upper end of the interval, where the block was replaced on trial; else as predicted.
+
+    That two estimates disagree is an alarm, not a proof: a trial that cost what was predicted calls it off.
+    """
     alone = f"; alone as a linear map: {told(measured)}" if measured else ""
     if profile.r2_stream < profile.r2_lin - OUTLIER_GAP:
         return Verdict(
@@ -33,7 +37,8 @@ def judge(
             f"outlier rows: R²_lin {profile.r2_lin:.2f} falls to {profile.r2_stream:.2f} when rows count as the next "
             f"norm sees them ({place(profile)}, effective rank {profile.effective_rank:.1f}){alone}",
         )
-    if damage.factorised > 1 and damage.factorised > 10 * damage.linear:
+    as_predicted = measured is not None and nats_of(measured) <= EXPECTED * damage.linear
+    if damage.factorised > 1 and damage.factorised > 10 * damage.linear and not as_predicted:
         return Verdict(
             "unsafe",
             f"outlier errors: the two damage estimates disagree ({damage.linear:.3f} and {damage.factorised:.1f} nats)"
@@ -44,6 +49,10 @@ def judge(
         return Verdict("safe" if damage.linear <= limit else "costly", f"{cost}, {against(damage.linear, limit)}")
     worst = math.log(max(measured.baseline + measured.delta_ci95[1], 1e-300) / measured.baseline)
     return Verdict("safe" if worst <= limit else "costly", f"alone as a linear map: {told(measured)}")
+
+
+def nats_of(measured: Evaluation) -> float:
+    return math.log(measured.compressed / measured.baseline)
 
 
 def told(measured: Evaluation) -> str:

@@ -155,6 +155,15 @@ def test_outlier_rows_forbid_a_block_whatever_it_measured() -> None:
     assert judge(replace(block, r2_stream=0.9), Damage(linear=0.1, factorised=108.0)).word == "unsafe"
 
 
+def test_a_trial_that_cost_what_was_predicted_calls_the_alarm_off() -> None:
+    """Gemma-3-270M, block 9: the estimates disagree tenfold, and yet it is the cheapest block to replace."""
+    block, damage = block_of(r2_lin=0.61, r2_stream=0.63), Damage(linear=0.08, factorised=1.2)
+    assert judge(block, damage).word == "unsafe"
+    assert judge(block, damage, measured=evaluation(2.4, 1.8, 3.1)).word == "costly"  # 0.058 nats
+    assert judge(block, damage, limit=0.1, measured=evaluation(2.4, 1.8, 3.1)).word == "safe"
+    assert judge(block, damage, measured=evaluation(40.0, 30.0, 50.0)).word == "unsafe"  # 0.69 nats
+
+
 def test_a_row_of_a_table_is_flat() -> None:
     block = {
         "index": 3,
