@@ -21,8 +21,6 @@ from compressor.sweeping import MODEST, Sweep, Sweeper
 from compressor.text import Text
 from compressor.verdicts import SAFE_NATS, Verdict, judge
 
-PROBES = ("bilinear", "trained")
-
 
 @dataclass(frozen=True)
 class Wanted:
