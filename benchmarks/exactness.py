@@ -15,8 +15,8 @@ from torch import Tensor
 
 import compressor
 from compressor.blocks import Block, Rows, body, find_blocks, watch
-from compressor.evaluating import batches
 from compressor.regression import ROUNDING_ULPS
+from compressor.text import batches
 
 BLOCKS_AT_ONCE = 10  # raw rows of this many blocks are in memory together
 

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 import compressor
-from compressor.evaluating import batches
-from compressor.text import Text
+from compressor.text import Text, batches
 
 REPEATS = 3
 BATCH = 8

@@ -20,7 +20,7 @@ from compressor.frontier import Option
 from compressor.patching import patched
 from compressor.progress import Progress
 from compressor.statistics import Statistics
-from compressor.stream import Stream, resume
+from compressor.stream import Stream
 from compressor.surveying import Survey
 from compressor.text import Text
 
@@ -118,8 +118,8 @@ def measure_agreement(
         for index, option in progress.track("agreement", sorted(options.items()), len(options)):
             fits = fitter.at_once({index: option.form})
             stream.advance(index)
-            with patched(model, statistics.blocks, fits), resume(model, stream):
-                rise = evaluate(model, windows, batch_size=size, plain=plain).windows - before
+            with patched(model, statistics.blocks, fits):
+                rise = evaluate(model, windows, batch_size=size, plain=plain, start=stream).windows - before
             rows.append(torch.stack([rise.mean(), rise.std() / len(rise) ** 0.5]))
         return {"rises": torch.stack(rows)}
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import InputError
+from compressor.streaming import device_of, fetch
 
 FFN_NAMES = ("mlp", "ffn", "feed_forward")
 SPLIT_FFN = ("fc1", "activation_fn", "fc2")
@@ -148,9 +149,24 @@ def body(model: Any) -> nn.Module:
     return getattr(model, model.base_model_prefix, model)  # type: ignore[no-any-return]
 
 
+def parts_of(model: nn.Module, block: Block) -> list[nn.Module]:
+    """The block's modules in the order in which they run, with their weights in memory."""
+    parts = [model.get_submodule(path) for path in (block.path, *block.bypass)]
+    for part in parts:
+        fetch(part)
+    return parts
+
+
+def placing(model: nn.Module, block: Block) -> dict[str, Any]:
+    """The device and the dtype that the block computes in."""
+    reference = next(model.get_submodule(block.path).parameters())
+    on_disk = reference.device.type == "meta"
+    return {"device": device_of(model) if on_disk else reference.device, "dtype": reference.dtype}
+
+
 def run_block(model: nn.Module, block: Block, x: Tensor) -> Tensor:
     """The block on rows [count, width], as its layer calls it: one sequence, no residual."""
-    first, *rest = (model.get_submodule(path) for path in (block.path, *block.bypass))
+    first, *rest = parts_of(model, block)
     output = first(x[None], torch.zeros_like(x[None])) if block.residual_inside else first(x[None])
     for module in rest:
         output = module(output)

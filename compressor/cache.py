@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from compressor import ranks
 from compressor.errors import InputError
 from compressor.progress import Progress
 from compressor.weights import digest
@@ -44,20 +45,38 @@ class Cache:
 
     def get(self, step: str, key: Mapping[str, Any], measure: Callable[[], Tensors]) -> Tensors:
         """The tensors of this key: from disk when they are there (a named step says so), else measured and kept."""
-        if self.directory is None:
-            return measure()
-        file, words = self.place(key)
-        kept = self.read(file, words)
-        if kept is not None:
-            if step:
-                self.progress.say(f"{step}: measured before")
-            return kept
-        found = measure()
-        self.write(file, words, found)
-        return found
+        kept = self.find(key)
+        if kept is None:
+            kept = measure()
+            self.put(key, kept)
+        elif step:
+            self.progress.say(f"{step}: measured before")
+        return kept
+
+    def find(self, key: Mapping[str, Any]) -> Tensors | None:
+        """What rank 0 has kept of this key, for all processes."""
+        kept = self.read_own(key) if ranks.rank() == 0 else None
+        return ranks.broadcast(kept) if ranks.agree(kept is not None) else None
+
+    def put(self, key: Mapping[str, Any], found: Tensors) -> None:
+        if ranks.rank() == 0:
+            self.write_own(key, found)
+
+    def read_own(self, key: Mapping[str, Any]) -> Tensors | None:
+        """What this process has kept of this key."""
+        return None if self.directory is None else self.read(*self.place(key))
+
+    def write_own(self, key: Mapping[str, Any], found: Tensors) -> None:
+        if self.directory is not None:
+            self.write(*self.place(key), found)
+
+    def drop(self, key: Mapping[str, Any]) -> None:
+        if self.directory is not None:
+            self.place(key)[0].unlink(missing_ok=True)
 
     def has(self, key: Mapping[str, Any]) -> bool:
-        return self.directory is not None and self.place(key)[0].is_file()
+        found = ranks.rank() == 0 and self.directory is not None and self.place(key)[0].is_file()
+        return bool(ranks.agree(found))
 
     def place(self, key: Mapping[str, Any]) -> tuple[Path, str]:
         """The file of a key, and the key in words."""

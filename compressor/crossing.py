@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.blocks import Block, find_blocks, run_block
+from compressor.blocks import Block, find_blocks, placing, run_block
 from compressor.errors import InputError
 from compressor.moments import ACCUMULATION_DTYPE, Moments
 from compressor.probing import Sample, draw_windows, held_out_r2, moments_of, sample_rows
@@ -60,8 +60,8 @@ def linearity_on(model: Any, block: Block, x: Tensor, held_x: Tensor) -> float:
     """R²_lin of a block on these rows."""
 
     def outputs(rows: Tensor) -> Tensor:
-        reference = next(model.get_submodule(block.path).parameters())
-        parts = [run_block(model, block, some.to(reference)) for some in torch.split(rows, ROWS)]
+        place = placing(model, block)
+        parts = [run_block(model, block, some.to(**place)) for some in torch.split(rows, ROWS)]
         return torch.cat(parts).to(rows)
 
     y = outputs(x)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compressor.blocks import body
+from compressor import ranks
+from compressor.blocks import body, find_blocks
 from compressor.errors import InputError
 from compressor.progress import Progress
+from compressor.stream import Stream, resume
+from compressor.streaming import device_of, fetch, weights_of
+from compressor.text import batches
 
 LOGITS_BYTES = 512 * 2**20  # a batch shrinks until its float32 logits fit
 CHUNK = 4 * 2**20  # logits that are looked at together: they stay in the processor's cache
@@ -51,10 +56,6 @@ class Evaluation:
     seq_len: int
 
 
-def batches(windows: Tensor, size: int) -> list[Tensor]:
-    return [windows[start : start + size] for start in range(0, len(windows), size)]
-
-
 def logits_batch(model: Any, seq_len: int, batch_size: int) -> int:
     vocabulary: int = model.get_output_embeddings().weight.shape[0]
     return max(1, min(batch_size, LOGITS_BYTES // (4 * seq_len * vocabulary)))
@@ -64,16 +65,21 @@ def logits_batch(model: Any, seq_len: int, batch_size: int) -> int:
 def has_plain_head(model: Any, windows: Tensor) -> bool:
     """Whether the logits are the output embeddings on the body's last hidden states and nothing else: found by trying.
 
-    Families cap or scale their logits; those, and a head that is not in memory, are left to the model itself.
+    Families cap or scale their logits; those are left to the model itself.
     """
     head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or head.weight.device.type == "meta":
+    if not isinstance(head, nn.Linear):
         return False
-    some = windows[:1, :8].to(model.device)
-    logits = model(input_ids=some, use_cache=False).logits
-    hidden = getattr(body(model)(input_ids=some, use_cache=False), "last_hidden_state", None)
+    seen: list[Any] = []
+    handle = body(model).register_forward_hook(lambda _module, _args, output: seen.append(output))
+    try:
+        logits = model(input_ids=windows[:1, :8].to(device_of(model)), use_cache=False).logits
+    finally:
+        handle.remove()
+    hidden = getattr(seen[0], "last_hidden_state", None) if seen else None
     if hidden is None:
         return False
+    fetch(head)
     own = head(hidden.to(head.weight.device)).to(logits)
     return bool((own - logits).abs().max() <= 1e-5 * logits.abs().max())
 
@@ -82,6 +88,7 @@ def plain_losses(model: Any, batch: Tensor) -> Tensor:
     """The loss of every token under a plain head, without the whole logits: a part of the vocabulary at a time."""
     head = model.get_output_embeddings()
     hidden = body(model)(input_ids=batch, use_cache=False).last_hidden_state
+    fetch(head)
     rows, targets = (part.flatten(0, 1).to(head.weight.device) for part in (hidden[:, :-1], batch[:, 1:]))
     total = rows.new_full((len(rows),), -math.inf, dtype=torch.float32)
     wanted = torch.empty_like(total)
@@ -114,25 +121,34 @@ def evaluate(
     *,
     batch_size: int = 8,
     plain: bool = False,
+    start: Stream | None = None,
     progress: Progress | None = None,
     step: str = "evaluate",
 ) -> Losses:
     """The loss of every token of windows [count, seq_len], predicted from the ones before it in its window.
 
     `.perplexity` is exp(total nats / total predicted tokens). What is promised is measured on the model's own logits;
-    trials of which there are many may take the shorter way where `has_plain_head` allows it (`plain`).
+    trials of which there are many may take the shorter way where `has_plain_head` allows it (`plain`). `start` is a
+    stream of these windows, in batches of this size, to begin from.
     """
     progress = progress or Progress()
-    parts = batches(windows, logits_batch(model, windows.shape[1], batch_size))
-    nats: list[Tensor] = []
-    for batch in progress.track(step, parts, len(parts)):
-        batch = batch.to(model.device)
-        if plain:
-            nats += plain_losses(model, batch).cpu()
-            continue
-        logits = model(input_ids=batch, use_cache=False).logits
-        nats += own_losses(logits, batch).cpu()
-    losses = Losses(torch.stack(nats))
+    size = logits_batch(model, windows.shape[1], batch_size)
+    parts = ranks.mine(batches(windows, size))
+    found: list[Tensor] = []
+    with progress.bar(step, len(parts)) as advance:
+        if weights_of(model) is not None:  # every layer is read once, not once a batch
+            blocks = find_blocks(model)
+            start = start.copy() if start is not None else Stream(model, blocks, windows, size)
+            start.advance(len(blocks))
+        with resume(model, start) if start is not None else nullcontext():
+            for batch in parts:
+                batch = batch.to(device_of(model))
+                if plain:
+                    found.append(plain_losses(model, batch).cpu())
+                else:
+                    found.append(own_losses(model(input_ids=batch, use_cache=False).logits, batch).cpu())
+                advance(1)
+    losses = Losses(torch.cat(ranks.gather(found)))
     means = losses.windows
     bad = (~means.isfinite()).nonzero()
     if len(bad):

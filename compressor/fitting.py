@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.blocks import Block
+from compressor.blocks import Block, placing
 from compressor.forms import Form, Forms
 from compressor.measuring import moments_device
 from compressor.modeling_compressor import Replacement, restore, swap
@@ -95,7 +95,7 @@ class Fitter:
         """A block's survey, output weights, bias, and the root of its metric."""
         survey = self.surveys[index]
         outer = outer_of(survey.block, survey.neurons, self.device)
-        bias = own_bias(self.model, survey.block, survey.neurons, self.device)
+        bias = own_bias(survey.block, survey.neurons, self.device)
         return survey, outer, bias, root_of(survey.metric.to(self.device))
 
     def module(self, survey: Survey, form: Form, fitted: Fitted) -> Replacement:
@@ -105,8 +105,7 @@ class Fitter:
 
 def settle(module: Replacement, model: Any, block: Block, stored: torch.dtype) -> Replacement:
     """The module as it can stand in the block's place: rounded to the stored dtype, then as the model computes."""
-    reference = next(model.get_submodule(block.path).parameters())
-    return module.to(stored).to(device=reference.device, dtype=reference.dtype)
+    return module.to(stored).to(**placing(model, block))
 
 
 def build_replacement(block: Block, neurons: Neurons | None, form: Form, fitted: Fitted) -> Replacement:
@@ -114,8 +113,7 @@ def build_replacement(block: Block, neurons: Neurons | None, form: Form, fitted:
     given: dict[str, Any] = {}
     if form.neurons:
         assert neurons is not None
-        biased = neurons.inner_bias is not None
-        given = {"activation": neurons.activation, "gated": neurons.gated, "inner_bias": biased}
+        given = {"activation": neurons.activation, "gated": neurons.gated, "inner_bias": neurons.biased}
     module = Replacement(
         block.width, form.rank, block.residual_inside, neurons=form.neurons, dtype=ACCUMULATION_DTYPE, **given
     )
@@ -135,10 +133,7 @@ def build_replacement(block: Block, neurons: Neurons | None, form: Form, fitted:
             module.up.copy_(fitted.outputs / balance)
         if form.neurons:
             assert neurons is not None
-            names = ("gate", "inner", "gate_bias", "inner_bias")
-            for name in names:
-                own = getattr(neurons, name)
-                if own is not None:
-                    getattr(module, name).copy_(own[fitted.kept.to(own.device)])
+            for name, own in neurons.matrices().items():
+                getattr(module, name).copy_(own[fitted.kept.to(own.device)])
             module.outer.copy_(fitted.outer.T)
     return module

@@ -16,6 +16,7 @@ from torch import Tensor
 from compressor.errors import InputError
 from compressor.evaluating import interval_of, resampled_means
 from compressor.progress import Progress
+from compressor.streaming import device_of
 from compressor.text import Text, bos_prefix, read_file
 
 CONTINUATION_TOKENS = 48
@@ -94,7 +95,7 @@ def continue_greedily(model: Any, prompts: Sequence[Tensor], tokens: int, progre
     for length, position in progress.track(step, work, len(work)):
         rows = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
         if position == 0:
-            state = {"input_ids": torch.stack([prompts[i] for i in rows]).to(model.device), "past_key_values": None}
+            state = {"input_ids": torch.stack([prompts[i] for i in rows]).to(device_of(model)), "past_key_values": None}
         output = model(**state, use_cache=True)
         chosen = output.logits[:, -1].argmax(-1)
         written[rows, position] = chosen.cpu()
@@ -107,7 +108,7 @@ def choices_along(model: Any, prompts: Sequence[Tensor], written: Tensor, progre
     """The model's own most likely token at every position of a given continuation: [prompts, tokens]."""
     found = torch.zeros_like(written)
     for i, prompt in enumerate(progress.track(step, prompts, len(prompts))):
-        ids = torch.cat([prompt, written[i]])[None, :-1].to(model.device)
+        ids = torch.cat([prompt, written[i]])[None, :-1].to(device_of(model))
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :]
         found[i] = logits.argmax(-1).cpu()
     return found

@@ -20,8 +20,9 @@ from compressor.checkpoint import refuse_foreign_code
 from compressor.crossing import refuse_widths
 from compressor.errors import InputError
 from compressor.generating import opening_prompts, read_prompts
-from compressor.measuring import Profile, measure, unpack_profile
+from compressor.measuring import measure
 from compressor.models import context_of, identify, load, quiet, source_of
+from compressor.profiles import Profile
 from compressor.progress import Progress
 from compressor.recipe import Recipe
 from compressor.sensitivity import GRADIENT_TOKENS, Damage, predict
@@ -32,7 +33,7 @@ from compressor.text import SPLITS, Text, load_text, split_text
 from compressor.verdicts import SAFE_NATS
 
 DEFAULT_SEQ_LEN = 512
-VERSION = 2  # of what is kept of a profile
+VERSION = 3  # of what is kept of a profile
 
 
 @dataclass(frozen=True)
@@ -190,11 +191,16 @@ def make_evaluator(
 
 
 def measure_once(job: Job, text: Text) -> Profile:
-    """The profile on this text, from the cache when the model was measured on it before."""
-    recipe, progress = job.recipe, job.setting.progress
-    options: dict[str, Any] = {"batch_size": recipe.batch_size, "seed": recipe.seed, "progress": progress}
-    kept = job.cache.get("profile", job.key("profile", text), lambda: measure(job.model, text, **options).pack())
-    return unpack_profile(find_blocks(job.model), kept)
+    """The profile on this text; blocks that were measured on it before come from the cache."""
+    return measure(
+        job.model,
+        text,
+        batch_size=job.recipe.batch_size,
+        seed=job.recipe.seed,
+        cache=job.cache,
+        key=job.key("profile", text),
+        progress=job.setting.progress,
+    )
 
 
 def predict_once(job: Job, measured: Profile) -> dict[int, Damage]:

@@ -17,8 +17,8 @@ from compressor.crossing import Crossing
 from compressor.evaluating import Evaluation
 from compressor.forms import Form
 from compressor.markup import last_part
-from compressor.measuring import FIGURES, BlockProfile, Profile
 from compressor.probing import BILINEAR_RANK, CONVERGED, ROUND, TRAINED_BATCH, TRAINED_RATE
+from compressor.profiles import FIGURES, BlockProfile, Profile
 from compressor.records import KEEP, describe_perplexity, describe_source, describe_text, describe_tool
 from compressor.studying import Study
 from compressor.text import Text

@@ -1,22 +1,25 @@
-"""How linear every block is: one pass over the calibration text, moments for all blocks at once.
+"""How linear every block is: one pass over the calibration text, one block's moments at a time.
 
-The fitting windows come first; from their moments every block's exact least-squares map is solved; the held-out windows
+The fitting windows come first; from their moments the block's exact least-squares map is solved; the held-out windows
 then give the held-out moments and, per window, the squared error of that map, so nothing is run twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compressor.blocks import Block, Rows, body, find_blocks, watch
+from compressor import ranks
+from compressor.blocks import Block, Rows, find_blocks, watch
+from compressor.cache import Cache
 from compressor.errors import InputError
-from compressor.evaluating import batches
 from compressor.moments import ACCUMULATION_DTYPE, Moments
+from compressor.profiles import FIGURES, BlockProfile, Profile, unpack_block
 from compressor.progress import Progress
 from compressor.regression import (
     AffineMap,
@@ -29,103 +32,14 @@ from compressor.regression import (
     rank_r2,
     solve,
 )
-from compressor.text import Text
+from compressor.stream import Stream, own_key
+from compressor.streaming import device_of
+from compressor.text import HELD_OUT_EVERY, Text
 
 TOP_ROWS = 0.001
 NAMED_ROWS = 8  # of the largest held-out rows of a block, the ones that are told by token
-FIGURES = (
-    "r2_lin",
-    "r2_stream",
-    "r2_median",
-    "effective_rank",
-    "condition_number",
-    "input_effective_rank",
-    "input_rank",
-    "top_row_share",
-    "top_position",
-    "top_position_share",
-)
 RESAMPLES = 2000
-ENOUGH = 0.99  # of R²_lin: the rank that reaches it is reported
-
-
-@dataclass(frozen=True)
-class TopRow:
-    """A held-out row that carries much of its block's variance: its window, its place there, its share."""
-
-    window: int
-    position: int
-    share: float
-
-
-@dataclass(frozen=True)
-class BlockProfile:
-    """What was measured of one block, and its exact least-squares map."""
-
-    block: Block
-    r2_lin: float
-    r2_lin_ci95: tuple[float, float]
-    r2_stream: float
-    r2_median: float
-    effective_rank: float
-    condition_number: float
-    input_effective_rank: float  # directions that carry the input's variance
-    input_rank: float  # directions in which the input varies at all
-    top_row_share: float
-    top_position: float  # the place in the window that carries most variance, and its share
-    top_position_share: float
-    top_rows: tuple[TopRow, ...]
-    ladder: Tensor = field(repr=False)  # R² of the best map of rank 0, 1, …
-    linear: AffineMap = field(repr=False)
-
-    @property
-    def enough_rank(self) -> int:
-        """The smallest rank whose R² reaches 99 % of R²_lin."""
-        wanted = min(ENOUGH * self.r2_lin, self.r2_lin) - 1e-9  # the full rank reaches R²_lin but for its rounding
-        return int((self.ladder >= wanted).nonzero()[0])
-
-
-@dataclass(frozen=True)
-class Profile:
-    """The linearity of every block, and what it was measured on."""
-
-    blocks: list[BlockProfile]
-    rows_fitted: int
-    rows_held_out: int
-    seq_len: int
-
-    def pack(self) -> dict[str, Tensor]:
-        """All of it, as tensors for the cache."""
-        rows = [[*(getattr(p, name) for name in FIGURES), *p.r2_lin_ci95] for p in self.blocks]
-        tops = [[[row.window, row.position, row.share] for row in p.top_rows] for p in self.blocks]
-        return {
-            "figures": torch.tensor(rows, dtype=ACCUMULATION_DTYPE),
-            "rows": torch.tensor([self.rows_fitted, self.rows_held_out, self.seq_len]),
-            "tops": torch.tensor(tops, dtype=ACCUMULATION_DTYPE),
-            "ladders": torch.stack([p.ladder.cpu() for p in self.blocks]),
-            "weights": torch.stack([p.linear.weight.cpu() for p in self.blocks]),
-            "means_x": torch.stack([p.linear.mean_x.cpu() for p in self.blocks]),
-            "means_y": torch.stack([p.linear.mean_y.cpu() for p in self.blocks]),
-        }
-
-
-def unpack_profile(blocks: list[Block], kept: Mapping[str, Tensor]) -> Profile:
-    profiles = []
-    maps = map(AffineMap, kept["weights"], kept["means_x"], kept["means_y"])
-    columns = zip(blocks, kept["figures"].tolist(), kept["tops"].tolist(), kept["ladders"], maps, strict=True)
-    for block, (*figures, low, high), tops, ladder, linear in columns:
-        profiles.append(
-            BlockProfile(
-                block=block,
-                r2_lin_ci95=(low, high),
-                top_rows=tuple(TopRow(int(window), int(position), share) for window, position, share in tops),
-                ladder=ladder,
-                linear=linear,
-                **dict(zip(FIGURES, figures, strict=True)),
-            )
-        )
-    fitted, held_out, seq_len = kept["rows"].tolist()
-    return Profile(profiles, fitted, held_out, seq_len)
+PARTS = ("fitting", "held_out")  # of the calibration windows
 
 
 def stream_weights(h: Tensor) -> Tensor:
@@ -135,7 +49,7 @@ def stream_weights(h: Tensor) -> Tensor:
 
 def moments_device(model: Any) -> torch.device:
     """Moments live beside the rows, except on devices without float64."""
-    device: torch.device = model.device
+    device: torch.device = device_of(model)
     return torch.device("cpu") if device.type == "mps" else device
 
 
@@ -147,91 +61,227 @@ class _HeldOut:
     energies: list[Tensor] = field(default_factory=list)  # per row
     sums: list[Tensor] = field(default_factory=list)
 
+    def gather(self) -> None:
+        """Those of all processes."""
+        self.errors, self.energies, self.sums = map(ranks.gather, (self.errors, self.energies, self.sums))
 
-@torch.no_grad()
-def measure(model: Any, text: Text, *, batch_size: int = 8, seed: int = 0, progress: Progress | None = None) -> Profile:
-    """Measure every FFN of the model on the calibration text. Memory: the model, the moments, one batch."""
+
+def measure(
+    model: Any,
+    text: Text,
+    *,
+    batch_size: int = 8,
+    seed: int = 0,
+    cache: Cache | None = None,
+    key: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure every FFN of the model on the calibration text. Memory: the model, one block's moments, the stream.
+
+    With a cache and a key every block is kept as soon as it is measured.
+    """
     progress = progress or Progress()
-    blocks = find_blocks(model)
-    device = moments_device(model)
-    seq_len = text.seq_len
+    found = _Measurer(model, text, batch_size, seed, cache or Cache(None, progress), key or {}).measure_all(progress)
+    return Profile(found, text.fitting.numel(), text.held_out.numel(), text.seq_len)
 
-    def empty(whole_yy: bool = False) -> dict[int, Moments]:
-        return {b.index: Moments.zeros(b.width, b.width, device, whole_yy=whole_yy) for b in blocks}
 
-    plain, weighted, held_plain, held_weighted = empty(), empty(), empty(whole_yy=True), empty()
+class _Measurer:
+    """One pass over the calibration text, a few blocks at a time: as many as there are processes, each solves one."""
 
-    def add(block: Block, rows: Rows, to_plain: dict[int, Moments], to_weighted: dict[int, Moments]) -> None:
-        x, y = rows.x.to(device, ACCUMULATION_DTYPE), rows.y.to(device, ACCUMULATION_DTYPE)
-        if not (x.sum() + y.sum()).isfinite():
-            raise InputError(f"block {block.index} ({block.path}) has NaN or Inf activations; try --dtype float32")
-        to_plain[block.index].add(Moments.of(x, y, whole_yy=to_plain is held_plain))
-        to_weighted[block.index].add(Moments.of(x, y, stream_weights(rows.h).to(device), whole_yy=False))
+    def __init__(
+        self, model: Any, text: Text, batch_size: int, seed: int, cache: Cache, key: Mapping[str, Any]
+    ) -> None:
+        self.model, self.text, self.batch_size, self.seed = model, text, batch_size, seed
+        self.cache, self.key = cache, key
+        self.device = moments_device(model)
+        self.blocks = find_blocks(model)
 
-    def run(windows: Tensor, step: str) -> None:
-        parts = batches(windows, batch_size)
-        for batch in progress.track(step, parts, len(parts)):
-            body(model)(input_ids=batch.to(model.device), use_cache=False)
+    def place(self, block: Block) -> dict[str, Any]:
+        return {**self.key, "block": block.path}
 
-    with watch(model, blocks, lambda block, rows: add(block, rows, plain, weighted)):
-        run(text.fitting, "measure")
+    def measure_all(self, progress: Progress) -> list[BlockProfile]:
+        found: dict[int, BlockProfile] = {}
+        missing = []
+        for block in self.blocks:
+            kept = self.cache.find(self.place(block))
+            if kept is None:
+                missing.append(block)
+            else:
+                found[block.index] = unpack_block(block, kept, partial(self.read, block))
+        if not missing:
+            progress.say("profile: measured before")
+        with progress.bar("measure", len(self.blocks)) as advance:
+            advance(len(found))
+            streams = self.streams(missing[0]) if missing else []
+            for group in ranks.groups(missing):
+                for block, kept in zip(group, self.look(group, *streams), strict=True):
+                    self.cache.put(self.place(block), kept)
+                    read = partial(self.read, block) if self.cache.directory else partial(dict, kept)
+                    found[block.index] = unpack_block(block, kept, read)
+                    advance(1)
+                for stream in streams:
+                    stream.keep()
+        for which in PARTS:
+            self.cache.drop(own_key({**self.key, "stream": which}))
+        return [found[block.index] for block in self.blocks]
 
-    maps: dict[int, AffineMap] = {}
-    spectra: dict[int, Spectrum] = {}
-    for block in progress.track("solve", blocks, len(blocks)):
-        spectra[block.index] = decompose(plain[block.index].xx)
-        maps[block.index] = solve(plain[block.index], spectra[block.index])
-    rows_fitted = plain[blocks[0].index].rows
-    plain.clear()
+    def read(self, block: Block) -> Mapping[str, Tensor]:
+        """What was kept of a block; what has been lost since is measured again."""
+        kept = self.cache.find(self.place(block))
+        if kept is None:
+            [kept] = self.look([block], *self.streams(block))
+        return kept
 
-    held_out = {b.index: _HeldOut() for b in blocks}
+    def streams(self, first: Block) -> list[Stream]:
+        """The fitting and the held-out windows, at this block's layer or before it."""
+        keeping: list[dict[str, Any]] = [{"cache": self.cache, "key": {**self.key, "stream": w}} for w in PARTS]
+        windows = [getattr(self.text, which) for which in PARTS]
+        return [
+            Stream(self.model, self.blocks, w, self.batch_size, latest=first.index, **kept)
+            for w, kept in zip(windows, keeping, strict=True)
+        ]
 
-    def see_held_out(block: Block, rows: Rows) -> None:
-        add(block, rows, held_plain, held_weighted)
-        fit, sums = maps[block.index], held_out[block.index]
-        x, y = rows.x.to(device, ACCUMULATION_DTYPE), rows.y.to(device, ACCUMULATION_DTYPE)
-        centred = y - fit.mean_y
-        error = centred - (x - fit.mean_x) @ fit.weight
-        sums.errors.append(error.square().sum(-1).reshape(-1, seq_len).sum(-1))
-        sums.energies.append(centred.square().sum(-1))
-        sums.sums.append(centred.reshape(-1, seq_len, centred.shape[-1]).sum(1))
+    @torch.no_grad()
+    def look(self, group: Sequence[Block], fitting: Stream, held_out: Stream) -> list[dict[str, Tensor]]:
+        """Measure these blocks. Each is solved by one process; the rows of each are shared out among all."""
+        sums: dict[int, tuple[Moments, Moments]] = {}
+        for owner, block in enumerate(group):
+            sums[owner] = self.collect(block, fitting, PARTS[0], owner)
+        me = ranks.rank()
+        spectrum = decompose(sums[me][0].xx) if me in sums else None
+        maps = []
+        for owner in range(len(group)):
+            own = solve(sums[me][0], spectrum) if spectrum is not None and owner == me else None
+            given = None if own is None else {"weight": own.weight, "mean_x": own.mean_x, "mean_y": own.mean_y}
+            maps.append(AffineMap(**ranks.broadcast(given, owner)))
+        held: dict[int, tuple[Moments, Moments, _HeldOut]] = {}
+        for owner, (block, fit) in enumerate(zip(group, maps, strict=True)):
+            sums_of = _HeldOut()
+            held[owner] = (*self.collect(block, held_out, PARTS[1], owner, fit, sums_of), sums_of)
+        mine = None
+        if spectrum is not None:
+            mine = self.describe(maps[me], spectrum, sums[me][1], *held[me])
+        return [ranks.broadcast(mine, owner) for owner in range(len(group))]
 
-    with watch(model, blocks, see_held_out):
-        run(text.held_out, "measure")
+    def collect(
+        self,
+        block: Block,
+        stream: Stream,
+        which: str,
+        owner: int,
+        fit: AffineMap | None = None,
+        sums: _HeldOut | None = None,
+    ) -> tuple[Moments, Moments]:
+        """Plain and stream-weighted moments of all processes, for the owner, while the stream moves behind the block.
 
-    def describe(block: Block) -> BlockProfile:
-        held, fit, spectrum = held_plain.pop(block.index), maps[block.index], spectra.pop(block.index)
+        With a fit, also the error that it makes in every window.
+        """
+        stream.advance(block.index)
+        plain = Moments.zeros(block.width, block.width, self.device, whole_yy=fit is not None)
+        weighted = Moments.zeros(block.width, block.width, self.device, whole_yy=False)
+        turn = 0
+
+        def see(_: Block, rows: Rows) -> None:
+            nonlocal turn
+            x, y = rows.x.to(self.device, ACCUMULATION_DTYPE), rows.y.to(self.device, ACCUMULATION_DTYPE)
+            self.refuse_nonfinite(block, x, y, which, turn)
+            turn += 1
+            plain.add(Moments.of(x, y, whole_yy=plain.whole_yy))
+            weighted.add(Moments.of(x, y, stream_weights(rows.h).to(self.device), whole_yy=False))
+            if fit is not None and sums is not None:
+                centred = y - fit.mean_y
+                error = centred - (x - fit.mean_x) @ fit.weight
+                sums.errors.append(error.square().sum(-1).reshape(-1, self.text.seq_len).sum(-1))
+                sums.energies.append(centred.square().sum(-1))
+                sums.sums.append(centred.reshape(-1, self.text.seq_len, centred.shape[-1]).sum(1))
+
+        with watch(self.model, [block], see):
+            stream.step()
+        merge(plain, owner)
+        merge(weighted, owner)
+        if sums is not None:
+            sums.gather()
+        return plain, weighted
+
+    def refuse_nonfinite(self, block: Block, x: Tensor, y: Tensor, which: str, turn: int) -> None:
+        """Name the block and the window in which the model's numbers end."""
+        if (x.sum() + y.sum()).isfinite():
+            return
+        where, rows = ("input", x) if not x.isfinite().all() else ("output", y)
+        row = int((~rows.isfinite().all(1)).nonzero()[0])
+        number = (ranks.rank() + turn * ranks.size()) * self.batch_size + row // self.text.seq_len
+        window = calibration_window(which, number)
+        raise InputError(
+            f"block {block.index} ({block.path}) has NaN or Inf in its {where}, in calibration window {window} at "
+            f"token {row % self.text.seq_len}: its activations overflow in {str(self.model.dtype).split('.')[-1]}; "
+            "try --dtype float32, or another text"
+        )
+
+    def describe(
+        self,
+        fit: AffineMap,
+        spectrum: Spectrum,
+        stream_fit: Moments,
+        held: Moments,
+        stream_held: Moments,
+        held_out: _HeldOut,
+    ) -> dict[str, Tensor]:
+        """All that is told of one block, as tensors."""
+        seq_len = self.text.seq_len
         errors = feature_errors(fit, held)
         features = 1 - errors / held.variances
-        energies = torch.cat(held_out[block.index].energies)
+        energies = torch.cat(held_out.energies)
         shares = (energies / energies.sum()).nan_to_num()
         tops = shares.topk(min(NAMED_ROWS, len(shares)))
         places = shares.reshape(-1, seq_len).sum(0)
-        stream_fit, stream_held = weighted.pop(block.index), held_weighted.pop(block.index)
         stream_map = solve(stream_fit, decompose(stream_fit.xx))
-        return BlockProfile(
-            block=block,
-            r2_lin=r_squared(errors, held),
-            r2_lin_ci95=bootstrap_r2(held_out[block.index], seq_len, seed),
-            r2_stream=r_squared(feature_errors(stream_map, stream_held), stream_held),
-            r2_median=features.nan_to_num(nan=1.0, neginf=-1.0).median().item(),
-            effective_rank=effective_rank(held.yy),
-            condition_number=spectrum.condition_number,
-            input_effective_rank=effective_count(spectrum.values),
-            input_rank=spectrum.rank,
-            top_row_share=shares.topk(max(1, round(TOP_ROWS * len(shares)))).values.sum().item(),
-            top_position=int(places.argmax()),
-            top_position_share=places.max().item(),
-            top_rows=tuple(
-                TopRow(row // seq_len, row % seq_len, share)
-                for row, share in zip(tops.indices.tolist(), tops.values.tolist(), strict=True)
-            ),
-            ladder=rank_r2(fit, spectrum, held),
-            linear=fit,
-        )
+        figures = {
+            "r2_lin": r_squared(errors, held),
+            "r2_stream": r_squared(feature_errors(stream_map, stream_held), stream_held),
+            "r2_median": features.nan_to_num(nan=1.0, neginf=-1.0).median().item(),
+            "effective_rank": effective_rank(held.yy),
+            "condition_number": spectrum.condition_number,
+            "input_effective_rank": effective_count(spectrum.values),
+            "input_rank": spectrum.rank,
+            "top_row_share": shares.topk(max(1, round(TOP_ROWS * len(shares)))).values.sum().item(),
+            "top_position": int(places.argmax()),
+            "top_position_share": places.max().item(),
+        }
+        rows = [
+            [row // seq_len, row % seq_len, share]
+            for row, share in zip(tops.indices.tolist(), tops.values.tolist(), strict=True)
+        ]
+        numbers = [*(figures[name] for name in FIGURES), *bootstrap_r2(held_out, seq_len, self.seed)]
+        return {
+            "figures": torch.tensor(numbers, dtype=ACCUMULATION_DTYPE),
+            "tops": torch.tensor(rows, dtype=ACCUMULATION_DTYPE),
+            "ladder": rank_r2(fit, spectrum, held).cpu(),
+            "weight": fit.weight.cpu(),
+            "mean_x": fit.mean_x.cpu(),
+            "mean_y": fit.mean_y.cpu(),
+        }
 
-    profiles = [describe(block) for block in progress.track("solve", blocks, len(blocks))]
-    return Profile(profiles, rows_fitted, text.held_out.numel(), seq_len)
+
+def merge(moments: Moments, owner: int | None = None) -> None:
+    """Make these the moments of all processes' rows, about their common mean: for all, or only for the owner."""
+    if ranks.size() == 1:
+        return
+    total = moments.weight.clone()
+    mean_x, mean_y = moments.mean_x * moments.weight, moments.mean_y * moments.weight
+    ranks.add_up([total, mean_x, mean_y])
+    mean_x, mean_y = mean_x / total, mean_y / total
+    moments.move_to(mean_x, mean_y)
+    rows = torch.tensor(moments.rows)
+    ranks.add_up([rows])
+    moments.rows = int(rows)
+    moments.weight.copy_(total)
+    ranks.add_up([moments.xx, moments.xy, moments.yy], owner)
+
+
+def calibration_window(which: str, number: int) -> int:
+    """The place among all calibration windows of the one with this number among the fitting or the held-out ones."""
+    held = HELD_OUT_EVERY - 1
+    return number * HELD_OUT_EVERY + held if which == PARTS[1] else number // held * HELD_OUT_EVERY + number % held
 
 
 def bootstrap_r2(held_out: _HeldOut, seq_len: int, seed: int) -> tuple[float, float]:

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from accelerate.hooks import remove_hook_from_module
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
     are_progress_bars_disabled,
@@ -34,10 +36,12 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from compressor.blocks import find_blocks
 from compressor.errors import InputError
 from compressor.hub import MODEL_ALTERNATIVES, Snapshot, open_snapshot, reason_of
 from compressor.modeling_compressor import METHOD
-from compressor.weights import SINGLE, digest, find_shards, inspect_weights, read_json
+from compressor.streaming import device_of, stream_weights
+from compressor.weights import SINGLE, Shard, digest, find_shards, hash_weights, locate_tensors, read_json
 
 DEMO = Path(__file__).parent / "demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,11 +68,14 @@ def load(
     trust_remote_code: bool = False,
     revision: str | None = None,
     allow_compressed: bool = False,
+    low_memory: bool = False,
+    scratch: Path | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer from a directory, a hub id, or `demo`, in evaluation mode.
 
     `auto` takes a CUDA device where there is one, float32 on a CPU and the checkpoint's dtype elsewhere.
     `allow_compressed` admits checkpoints this tool wrote; they load without running the code they carry.
+    `low_memory` leaves the weights on disk and reads each layer when it runs; residual streams go to `scratch`.
     """
     model = os.fspath(model)
     target = resolve_device(device)
@@ -84,13 +91,18 @@ def load(
         config = load_config(raw, directory, model, trust_remote_code)
         tokenizer = load_tokenizer(directory, model, config, trust_remote_code)
     shards = find_shards(directory, model, snapshot)
-    stored, sha256 = inspect_weights(shards, model)
+    place, stored = locate_tensors(shards, model)
     computed = DTYPES.get(dtype) or (torch.float32 if target.type == "cpu" else stored)
+    sha256 = hash_weights(place, model, computed)
     with quiet():
-        loaded = load_weights(directory, model, config, computed, trust_remote_code)
-    refuse_nonfinite(loaded, model)
-    with refusing(f"{model} cannot be put on {target}", "use --device cpu"):
-        loaded.to(target).eval()
+        loaded = load_weights(directory, model, config, computed, trust_remote_code, low_memory)
+    if low_memory:
+        layers = [block.layer_path for block in find_blocks(loaded)]
+        stream_weights(loaded, take_index(loaded), layers, target, scratch)
+    else:
+        with refusing(f"{model} cannot be put on {target}", "use --device cpu"):
+            loaded.to(target)
+    loaded.eval()
     source = Source(name, snapshot.commit if snapshot else None, config.model_type, sha256, stored)
     loaded.config.name_or_path = loaded.name_or_path = tokenizer.name_or_path = name
     setattr(loaded, SOURCE_ATTRIBUTE, source)
@@ -231,9 +243,15 @@ def load_tokenizer(
 
 
 def load_weights(
-    directory: Path, model: str, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
+    directory: Path,
+    model: str,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    low_memory: bool = False,
 ) -> PreTrainedModel:
     """The model with every weight from the files: what transformers would fill with random numbers is refused."""
+    placing: dict[str, Any] = {"device_map": {"": "disk"}} if low_memory else {}
     with refusing(f"{model} cannot be loaded"):
         loaded, found = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -244,6 +262,7 @@ def load_weights(
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # reported below, by name
             output_loading_info=True,
+            **placing,
         )
     for name, stored, expected in sorted(found["mismatched_keys"]):
         raise InputError(
@@ -256,13 +275,22 @@ def load_weights(
     return loaded
 
 
-def refuse_nonfinite(loaded: PreTrainedModel, model: str) -> None:
-    for name, parameter in loaded.named_parameters():
-        if not parameter.isfinite().all():
-            kind = str(parameter.dtype).removeprefix("torch.")
-            raise InputError(
-                f"{model} has NaN or infinite values in {name} (as {kind}); use a sound checkpoint or --dtype float32"
-            )
+def take_index(loaded: PreTrainedModel) -> dict[str, tuple[Shard, str]]:
+    """Where the parameters of a model that was loaded onto the disk lie; it no longer reads them by itself."""
+    shards: dict[str, Shard] = {}
+    index: dict[str, tuple[Shard, str]] = {}
+    for module in loaded.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for part in getattr(hook, "hooks", [hook]):
+            found = getattr(part, "weights_map", None)
+            for name, entry in found.dataset.index.items() if found is not None and not index else ():
+                file = entry["safetensors_file"]
+                shards.setdefault(file, Shard(Path(file)))
+                index[name] = (shards[file], entry["weight_name"])
+    remove_hook_from_module(loaded, recurse=True)
+    for module in loaded.modules():
+        module.__dict__.pop("forward", None)  # accelerate leaves a wrapper of the class's own
+    return index
 
 
 @contextmanager
@@ -280,15 +308,19 @@ def refusing(what: str, remedy: str = MODEL_ALTERNATIVES) -> Iterator[None]:
 def quiet() -> Iterator[None]:
     """Silence warnings, load reports and progress bars of transformers, and put everything back after."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    placing = getLogger("accelerate.big_modeling")
+    placing_level = placing.level
     hub_bars_off = are_progress_bars_disabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.set_verbosity(logging.CRITICAL)
+        placing.setLevel(logging.CRITICAL)
         logging.disable_progress_bar()
         try:
             yield
         finally:
             logging.set_verbosity(verbosity)
+            placing.setLevel(placing_level)
             if bars:
                 logging.enable_progress_bar()
             if hub_bars_off:
@@ -304,7 +336,7 @@ def identify(model: Any) -> dict[str, Any]:
         "weights": source_of(model).weights_sha256,
         "config": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),
         "dtype": str(model.dtype),
-        "device": model.device.type,
+        "device": device_of(model).type,
         "threads": torch.get_num_threads(),
         **{name: version(name) for name in ("compressor", "torch", "transformers")},
     }

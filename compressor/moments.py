@@ -99,6 +99,18 @@ class Moments:
         self.weight.copy_(total)
         self.rows += other.rows
 
+    def move_to(self, mean_x: Tensor, mean_y: Tensor) -> None:
+        """Make these the second moments about other means, in place."""
+        shift_x, shift_y, weight = self.mean_x - mean_x, self.mean_y - mean_y, self.weight.item()
+        self.xx.addr_(shift_x, shift_x, alpha=weight)
+        self.xy.addr_(shift_x, shift_y, alpha=weight)
+        if self.whole_yy:
+            self.yy.addr_(shift_y, shift_y, alpha=weight)
+        else:
+            self.yy.add_(shift_y.square(), alpha=weight)
+        self.mean_x.copy_(mean_x)
+        self.mean_y.copy_(mean_y)
+
     def about(self, mean_x: Tensor, mean_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(xx, xy, yy) about other means: what a map that was centred elsewhere sees of these rows."""
         shift_x, shift_y = self.mean_x - mean_x, self.mean_y - mean_y

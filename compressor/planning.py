@@ -17,9 +17,9 @@ from compressor.evaluating import Evaluation, Losses
 from compressor.fitting import Fitter
 from compressor.forms import Form, Forms, name_all
 from compressor.frontier import CLOSE_ENOUGH, Option, bracket, efficient, sequence
-from compressor.measuring import Profile
 from compressor.modeling_compressor import Replacement
 from compressor.patching import patch, patched
+from compressor.profiles import Profile
 from compressor.progress import Progress
 from compressor.sensitivity import Damage
 from compressor.statistics import Statistics

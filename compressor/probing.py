@@ -14,6 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from compressor import ranks
 from compressor.blocks import Block, Rows, watch
 from compressor.moments import ACCUMULATION_DTYPE, Moments
 from compressor.progress import Progress
@@ -113,9 +114,8 @@ def sample_rows(
         for stream in streams:
             found: list[Rows] = []
             with watch(model, [block], lambda _, rows, found=found: found.append(rows)):  # type: ignore[misc]
-                states = stream.run()
-            stream.states, stream.position = states, stream.position + 1
-            parts += [torch.cat([rows.x for rows in found]).float(), torch.cat([rows.y for rows in found]).float()]
+                stream.step()
+            parts += [torch.cat(ranks.gather([getattr(rows, name).float() for rows in found])) for name in ("x", "y")]
         yield block, Sample(*parts)
 
 

@@ -6,7 +6,7 @@ its output. A replacement that errs by e then costs about ½·E[(g·e)²] nats p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compressor import ranks
 from compressor.blocks import Block, hidden_of
-from compressor.evaluating import batches, logits_batch
-from compressor.measuring import Profile
+from compressor.evaluating import logits_batch
 from compressor.moments import ACCUMULATION_DTYPE
+from compressor.profiles import Profile
 from compressor.progress import Progress
 from compressor.regression import RankLadder
-from compressor.stream import Stream, resume
-from compressor.text import Text
+from compressor.stream import Shelf, Stream, resume
+from compressor.streaming import device_of
+from compressor.text import Text, batches
 
 GRADIENT_TOKENS = 4096
 BACKWARD_TOKENS = 1024  # per batch: a backward pass keeps every activation
@@ -55,84 +57,99 @@ class Damage:
     by_rank: Tensor | None = None
 
 
-def sample_gradients(
-    model: Any, blocks: list[Block], windows: Tensor, progress: Progress, tokens: int = GRADIENT_TOKENS
-) -> dict[int, Gradients]:
-    """Rows and gradients for every block from one backward pass over at most `tokens` tokens of the windows.
+def walk_gradients(
+    model: Any,
+    blocks: list[Block],
+    windows: Tensor,
+    see: Callable[[Block, Gradients], None],
+    progress: Progress,
+    tokens: int = GRADIENT_TOKENS,
+) -> None:
+    """One backward pass over at most `tokens` tokens of the windows; `see` gets each block's rows, the last one first.
 
-    The pass goes back layer by layer and runs each again from its stored input, so that only one layer's activations
-    are alive at a time, however deep the model is.
+    The pass goes back layer by layer and runs each again from its stored input, so that only one layer's activations,
+    and one block's rows, are alive at a time, however deep the model is.
     """
     windows = windows[: max(1, tokens // windows.shape[1])]
     size = logits_batch(model, windows.shape[1], max(1, BACKWARD_TOKENS // windows.shape[1]))
-    found: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {block.index: [] for block in blocks}
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.requires_grad_(False)
-    parts = batches(windows, size)
     try:
-        with watch_gradients(model, blocks, found):
-            for batch in progress.track("gradients", parts, len(parts)):
-                go_back(model, blocks, batch.to(model.device))
+        with progress.bar("gradients", 2 * len(blocks)) as advance:
+            stream = Stream(model, blocks, windows, size)
+            entries = []
+            for _ in blocks:
+                entries.append(stream.states)
+                stream.step()
+                advance(1)
+            gradients = from_the_top(model, stream, ranks.mine(batches(windows, size)))
+            for block in reversed(blocks):
+                rows, gradients = go_back(model, block, stream, entries.pop(), gradients)
+                see(block, Gradients(*(torch.cat(ranks.gather([row[k] for row in rows])) for k in range(3))))
+                advance(1)
     finally:
         for p in trained:
             p.requires_grad_(True)
-    return {
-        index: Gradients(*(torch.cat(column) for column in zip(*rows, strict=True))) for index, rows in found.items()
-    }
 
 
-def go_back(model: Any, blocks: list[Block], batch: Tensor) -> None:
-    """The loss of one batch, back through every layer in turn."""
-    stream = Stream(model, blocks, batch, len(batch))
-    entries = []
-    for index in range(len(blocks)):
-        stream.advance(index)
-        entries.append(stream.states[0])
-    top = entries[-1].detach().requires_grad_()
-    stream.states = [top]
-    with torch.enable_grad(), resume(model, stream):
-        logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
-    loss.backward()  # type: ignore[no-untyped-call]
-    gradient = top.grad
-    for index in reversed(range(len(blocks) - 1)):
-        entry = entries.pop(index).detach().requires_grad_()
-        with torch.enable_grad():
-            output = hidden_of(stream.layers[index](entry, **stream.calls[len(batch)][index]))
-        output.backward(gradient)  # type: ignore[no-untyped-call]
-        gradient = entry.grad
+def from_the_top(model: Any, stream: Stream, parts: list[Tensor]) -> Shelf:
+    """The gradient of the loss at the output of the last layer, for every batch."""
+    found = Shelf((), stream.directory)
+    for batch, state in zip(parts, stream.states, strict=True):
+        top = state.detach().requires_grad_()
+        batch = batch.to(device_of(model))
+        with torch.enable_grad(), resume(model, stream.at([top])):
+            logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
+            targets = batch[:, 1:].to(logits.device)
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert top.grad is not None
+        found.append(top.grad)
+    return found
+
+
+def go_back(
+    model: Any, block: Block, stream: Stream, entries: Sequence[Tensor], gradients: Shelf
+) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Shelf]:
+    """The block's rows, and the gradients at the input of its layer, from those at the layer's output."""
+    rows: list[tuple[Tensor, Tensor, Tensor]] = []
+    found = Shelf((), stream.directory)
+    layer = stream.layers[block.index]
+    with watch_gradients(model, block, rows):
+        for state, gradient in zip(entries, gradients, strict=True):
+            entry = state.detach().requires_grad_()
+            with torch.enable_grad():
+                output = hidden_of(layer(entry, **stream.calls[len(entry)][block.index]))
+            output.backward(gradient)  # type: ignore[no-untyped-call]
+            assert entry.grad is not None
+            found.append(entry.grad)
+    return rows, found
 
 
 @contextmanager
-def watch_gradients(
-    model: Any, blocks: list[Block], found: dict[int, list[tuple[Tensor, Tensor, Tensor]]]
-) -> Iterator[None]:
-    """While open, every backward pass through a block appends its rows (x, y, g) to `found`."""
-    inputs: dict[int, Tensor] = {}
-    handles = []
+def watch_gradients(model: Any, block: Block, found: list[tuple[Tensor, Tensor, Tensor]]) -> Iterator[None]:
+    """While open, every backward pass through the block appends its rows (x, y, g) to `found`."""
+    inputs: list[Tensor] = []
+    ffn = model.get_submodule(block.path)
+    last = model.get_submodule(block.bypass[-1]) if block.bypass else ffn
 
     def flat(rows: Tensor) -> Tensor:
         return rows.detach().reshape(-1, rows.shape[-1])
 
-    for block in blocks:
-        ffn = model.get_submodule(block.path)
-        last = model.get_submodule(block.bypass[-1]) if block.bypass else ffn
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs.append(flat(args[0] if args else kwargs["hidden_states"]))
 
-        def before(_: nn.Module, args: Any, kwargs: Any, block: Block = block) -> None:
-            inputs[block.index] = flat(args[0] if args else kwargs["hidden_states"])
+    def after(_: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        x, y = inputs.pop(), flat(output).clone()
+        if block.residual_inside:
+            y = y - flat(args[1] if len(args) > 1 else kwargs["residual"])
+        output.register_hook(lambda g: found.append((x, y, flat(g).clone())))  # type: ignore[no-untyped-call]
 
-        def after(_: nn.Module, args: Any, kwargs: Any, output: Tensor, block: Block = block) -> None:
-            x = inputs.pop(block.index)
-            if not output.requires_grad:
-                return
-            y = flat(output).clone()
-            if block.residual_inside:
-                y = y - flat(args[1] if len(args) > 1 else kwargs["residual"])
-            output.register_hook(lambda g: found[block.index].append((x, y, flat(g).clone())))  # type: ignore[no-untyped-call]
-
-        handles.append(ffn.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(last.register_forward_hook(after, with_kwargs=True))
+    handles = [
+        ffn.register_forward_pre_hook(before, with_kwargs=True),
+        last.register_forward_hook(after, with_kwargs=True),
+    ]
     try:
         yield
     finally:
@@ -154,13 +171,16 @@ def predict_damage(ladder: RankLadder, gradients: Gradients) -> Damage:
 
 def predict(model: Any, profile: Profile, text: Text, progress: Progress) -> dict[int, Damage]:
     """The predicted damage of every block's least-squares map, from one backward pass over held-out windows."""
-    gradients = sample_gradients(model, [p.block for p in profile.blocks], text.held_out, progress)
-    damages = {}
-    for p in profile.blocks:
-        rows = gradients.pop(p.block.index)
-        errors = p.linear(rows.x.to(p.linear.weight)) - rows.y.to(p.linear.weight)
-        damages[p.block.index] = Damage(damage_of(errors, rows), factorised_of(errors, rows))
-    return damages
+    profiles = {p.block.index: p for p in profile.blocks}
+    damages: dict[int, Damage] = {}
+
+    def see(block: Block, rows: Gradients) -> None:
+        linear = profiles[block.index].linear
+        errors = linear(rows.x.to(linear.weight)) - rows.y.to(linear.weight)
+        damages[block.index] = Damage(damage_of(errors, rows), factorised_of(errors, rows))
+
+    walk_gradients(model, [p.block for p in profile.blocks], text.held_out, see, progress)
+    return {index: damages[index] for index in profiles}
 
 
 def factorised_of(errors: Tensor, gradients: Gradients) -> float:

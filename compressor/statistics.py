@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,21 @@ import psutil
 import torch
 from torch import Tensor
 
+from compressor import ranks
 from compressor.blocks import Block, Rows, find_blocks, watch
 from compressor.cache import Cache, Tensors
 from compressor.errors import InputError
-from compressor.measuring import moments_device, stream_weights
+from compressor.measuring import PARTS, merge, moments_device, stream_weights
 from compressor.models import identify
 from compressor.moments import ACCUMULATION_DTYPE, Moments
 from compressor.neurons import Neurons, find_neurons
 from compressor.progress import Progress
-from compressor.sensitivity import GRADIENT_TOKENS, Gradients, sample_gradients
-from compressor.stream import Stream
-from compressor.surveying import Survey, survey, unpack, unpack_moments
+from compressor.sensitivity import GRADIENT_TOKENS, Gradients, walk_gradients
+from compressor.stream import Stream, own_key
+from compressor.surveying import Survey, pack_moments, survey, unpack, unpack_moments
 from compressor.text import Text
 
-VERSION = 2  # of what is kept
+VERSION = 3  # of what is kept
 WORKSPACES = 5  # matrices of the size of the moments that a block needs at once
 MEMORY_SHARE = 0.8
 
@@ -43,8 +45,6 @@ class Statistics:
         self.neurons = self.afford(found)
         self.cache = cache if cache is not None and cache.directory is not None else self.scratch()
         self.check_disk()
-        self.gradients: dict[int, Gradients] = {}
-        self.streams: list[Stream] = []
 
     def scratch(self) -> Cache:
         self.directory = tempfile.TemporaryDirectory(prefix="compressor-")  # gone with this object
@@ -75,16 +75,16 @@ class Statistics:
         assert self.cache.directory is not None
         needed = sum(self.bytes_of(index, neurons) for index, neurons in self.neurons.items())
         free = shutil.disk_usage(self.cache.directory).free
-        if needed > free and not all(self.cache.has(self.key(block)) for block in self.blocks):
+        if needed > free and not all(self.cache.has(self.key(block, "moments")) for block in self.blocks):
             raise InputError(
                 f"the statistics need {amount(needed)} of disk, and {self.cache.directory} has {amount(free)}; "
                 "name another place with --cache DIR"
             )
 
-    def key(self, block: Block) -> dict[str, Any]:
+    def key(self, block: Block, what: str = "survey") -> dict[str, Any]:
         return {
             **identify(self.model),
-            "what": "survey",
+            "what": what,
             "version": VERSION,
             "text": self.text.calibration.sha256,
             "seq_len": self.text.seq_len,
@@ -94,54 +94,130 @@ class Statistics:
             "neurons": self.neurons[block.index] is not None,
         }
 
-    def tensors(self, block: Block) -> Tensors:
-        return self.cache.get("", self.key(block), lambda: self.look(block))
-
     def surveys(self) -> dict[int, Survey]:
-        """Look at every block that was not looked at before."""
-        if all(self.cache.has(self.key(block)) for block in self.blocks):
+        """Look at every block that was not looked at before; what is found of a block is kept at once."""
+        found: dict[int, Survey] = {}
+        missing = []
+        for block in self.blocks:
+            kept = self.cache.find(self.key(block)) if self.cache.has(self.key(block, "moments")) else None
+            if kept is None:
+                missing.append(block)
+            else:
+                found[block.index] = self.unpack(block, kept)
+        if not missing:
             self.progress.say("survey: measured before")
-        else:
-            self.begin(self.progress)
-        found = {}
-        for block in self.progress.track("survey", self.blocks, len(self.blocks)):
-            found[block.index] = unpack(block, self.neurons[block.index], self.tensors(block))
-        self.gradients, self.streams = {}, []
-        return found
+        self.find_gradients(missing)
+        with self.progress.bar("survey", len(self.blocks)) as advance:
+            advance(len(found))
+            streams = self.streams(missing[0]) if missing else []
+            for group in ranks.groups(missing):
+                for block, kept in zip(group, self.look(group, streams), strict=True):
+                    found[block.index] = self.unpack(block, kept)
+                    advance(1)
+                for stream in streams:
+                    stream.keep()
+        self.forget()
+        return {block.index: found[block.index] for block in self.blocks}
 
-    def begin(self, progress: Progress) -> None:
-        """Gradients for all blocks, and the calibration text before the first layer."""
-        self.gradients = sample_gradients(self.model, self.blocks, self.text.held_out, progress)
-        windows = (self.text.fitting, self.text.held_out)
-        self.streams = [Stream(self.model, self.blocks, w, self.batch_size) for w in windows]
+    def unpack(self, block: Block, kept: Tensors) -> Survey:
+        return unpack(block, self.neurons[block.index], kept)
 
-    def look(self, block: Block) -> Tensors:
-        """Run the calibration text through one layer and survey its block."""
+    def find_gradients(self, blocks: list[Block]) -> None:
+        """Have the loss gradients of these blocks on disk; one backward pass gives those of all blocks."""
+        if all(self.cache.has(self.key(block, "gradients")) for block in blocks):
+            return
+        wanted = {block.index for block in blocks}
+
+        def see(block: Block, rows: Gradients) -> None:
+            if block.index in wanted:
+                self.cache.put(self.key(block, "gradients"), {"x": rows.x.cpu(), "y": rows.y.cpu(), "g": rows.g.cpu()})
+
+        walk_gradients(self.model, self.blocks, self.text.held_out, see, self.progress)
+
+    def streams(self, first: Block) -> list[Stream]:
+        """The fitting and the held-out windows, at this block's layer or before it."""
+        return [
+            Stream(
+                self.model,
+                self.blocks,
+                getattr(self.text, which),
+                self.batch_size,
+                cache=self.cache,
+                key={**self.key(self.blocks[0], "stream"), "stream": which},
+                latest=first.index,
+            )
+            for which in PARTS
+        ]
+
+    def forget(self) -> None:
+        """Drop what only an unfinished survey needs."""
+        for which in PARTS:
+            self.cache.drop(own_key({**self.key(self.blocks[0], "stream"), "stream": which}))
+        if ranks.rank() == 0:
+            for block in self.blocks:
+                self.cache.drop(self.key(block, "gradients"))
+
+    def look(self, group: Sequence[Block], streams: list[Stream]) -> list[Tensors]:
+        """Run the calibration text through the layers of these blocks and survey them, a block by each process."""
         device = moments_device(self.model)
-        if not self.gradients:  # a block that was looked at before, and whose file is damaged
-            self.begin(Progress())
-        neurons = self.neurons[block.index]
-        both = []
-        for stream in self.streams:
-            stream.advance(block.index)
-            both.append(collect(self.model, block, neurons, stream, device))
-        gradients = self.gradients[block.index]
-        return survey(block, neurons, own_bias(self.model, block, neurons, device), both[0], both[1], gradients)
+        mine: list[Moments] = []
+        rows: Tensors = {}
+        for owner, block in enumerate(group):
+            both = []
+            for stream in streams:
+                stream.advance(block.index)
+                both.append(collect(self.model, block, self.neurons[block.index], stream, device, owner=owner))
+            gradients = self.cache.find(self.key(block, "gradients"))
+            if owner == ranks.rank():
+                mine, rows = both, gradients or self.walk_again(block)
+            elif gradients is None:
+                self.walk_again(block)
+        found, moments = None, None
+        if mine:
+            block = group[ranks.rank()]
+            neurons, gone = self.neurons[block.index], Gradients(**{name: t.to(device) for name, t in rows.items()})
+            found = survey(block, neurons, own_bias(block, neurons, device), mine[0], mine[1], gone)
+            moments = pack_moments(mine[0])
+        kept = []
+        for owner, block in enumerate(group):
+            # The moments first: a survey on disk says that they are there too.
+            self.cache.put(self.key(block, "moments"), ranks.broadcast(moments, owner))
+            kept.append(ranks.broadcast(found, owner))
+            self.cache.put(self.key(block), kept[-1])
+        return kept
+
+    def walk_again(self, block: Block) -> Tensors:
+        """The gradients of one block whose file is gone or damaged."""
+        found: Tensors = {}
+
+        def see(other: Block, rows: Gradients) -> None:
+            if other.index == block.index:
+                found.update({"x": rows.x.cpu(), "y": rows.y.cpu(), "g": rows.g.cpu()})
+
+        walk_gradients(self.model, self.blocks, self.text.held_out, see, Progress())
+        return found
 
     def moments(self, index: int) -> Moments:
         """The moments of z that the block's replacements are fitted on."""
-        return unpack_moments(self.tensors(self.blocks[index]))
+        block = self.blocks[index]
+        kept = self.cache.find(self.key(block, "moments"))
+        if kept is None:  # lost since
+            self.look([block], self.streams(block))
+            kept = self.cache.find(self.key(block, "moments"))
+            if kept is None:
+                raise InputError(f"the cache {self.cache.directory} cannot keep what is measured; see the warnings")
+        return unpack_moments(kept)
 
 
 def amount(size: int) -> str:
     return f"{size / 2**30:.1f} GB" if size >= 2**30 else f"{max(1, size >> 20)} MB"
 
 
-def own_bias(model: Any, block: Block, neurons: Neurons | None, device: torch.device) -> Tensor:
+def own_bias(block: Block, neurons: Neurons | None, device: torch.device) -> Tensor:
     """What the block adds to the sum over its neurons."""
-    bias = getattr(model.get_submodule(neurons.outer_path), "bias", None) if neurons else None
+    bias = neurons.outer_matrix.bias if neurons else None
     zeros = torch.zeros(block.width, dtype=ACCUMULATION_DTYPE, device=device)
-    return zeros if bias is None else bias.detach().to(zeros)
+    return zeros if bias is None else bias.to(zeros)
 
 
 def collect(
@@ -150,10 +226,12 @@ def collect(
     neurons: Neurons | None,
     stream: Stream,
     device: torch.device,
-    wanted: list[Tensor] | None = None,
+    wanted: Sequence[Tensor] | None = None,
     gain: float = 1.0,
+    owner: int | None = None,
 ) -> Moments:
-    """The stream-weighted moments of [x, a] over the layer where the stream stands.
+    """The stream-weighted moments of [x, a] over the layer where the stream stands, of all processes' rows. With an
+    owner only it gets them, and the stream moves behind the layer.
 
     `wanted` are the hidden states that should come out: then xy holds the moments of what the block's output lacks, of
     which the layer adds `gain` times to its stream.
@@ -168,5 +246,9 @@ def collect(
         moments.add(Moments.of(torch.cat([x, a], dim=1), missing, stream_weights(rows.h).to(device), whole_yy=False))
 
     with watch(model, [block], add, {block.index: neurons.outer_path} if neurons else None):
-        stream.run()
+        if owner is None:
+            stream.run()
+        else:
+            stream.step()
+    merge(moments, owner)
     return moments

@@ -13,8 +13,8 @@ from torch import Tensor
 from compressor.blocks import Block
 from compressor.cache import Cache
 from compressor.crossing import Crossing, cross
-from compressor.measuring import BlockProfile, Profile
 from compressor.probing import Bilinear, Sample, Trained, draw_windows, probe_bilinear, probe_trained, sample_rows
+from compressor.profiles import BlockProfile, Profile
 from compressor.progress import Progress
 from compressor.sensitivity import Damage
 from compressor.sweeping import MODEST, Sweep, Sweeper

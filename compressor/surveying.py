@@ -78,7 +78,7 @@ def fit_ladder(fit: Moments, held: Moments, metric: Tensor | None) -> RankLadder
 def survey(
     block: Block, neurons: Neurons | None, bias: Tensor, fit: Moments, held: Moments, gradients: Gradients
 ) -> Tensors:
-    """Everything that planning needs of one block, as tensors for the cache."""
+    """Everything that planning needs of one block beside its moments, as tensors for the cache."""
     outer = outer_of(block, neurons, fit.xx.device)
     linear, linear_held = (linear_moments(m, outer, bias) for m in (fit, held))
     metric = gradients.metric.to(fit.xx)
@@ -105,11 +105,8 @@ def survey(
             return damage_of(errors_of(made, neurons, gradients), gradients)
 
         table += neuron_options(block, neurons, runs, probe)
-    scalars = [damage.linear, damage.factorised, *ridges, float(fit.rows)]
+    scalars = [damage.linear, damage.factorised, *ridges]
     return {
-        "weight": fit.weight.cpu().reshape(1),
-        "mean": fit.mean_x.cpu(),
-        "xx": fit.xx.cpu(),
         "metric": metric.cpu(),
         "by_rank": damage.by_rank,
         "scalars": torch.tensor(scalars, dtype=torch.float64),
@@ -188,22 +185,26 @@ def kept_sets(form: Form, orders: Tensor | tuple[Tensor, Tensor], device: torch.
 
 def errors_of(fitted: Fitted, neurons: Neurons, gradients: Gradients) -> Tensor:
     """What a fit gives on the gradients' rows, less the block's own output."""
-    x = gradients.x.to(neurons.inner)
+    x = gradients.x.to(neurons.outer)
     output = neurons.activate(x)[:, fitted.kept.to(x.device)] @ fitted.outer.to(x) + fitted.bias.to(x)
     if fitted.outputs is not None:
         output = output + (x if fitted.inputs is None else x @ fitted.inputs.to(x)) @ fitted.outputs.to(x).T
     return output - gradients.y.to(x)
 
 
+def pack_moments(moments: Moments) -> Tensors:
+    """The moments of [x, a], as tensors for the cache."""
+    rows = torch.tensor([float(moments.rows), moments.weight.item()], dtype=ACCUMULATION_DTYPE)
+    return {"rows": rows, "mean": moments.mean_x.cpu(), "xx": moments.xx.cpu()}
+
+
 def unpack_moments(kept: Tensors) -> Moments:
     empty = kept["mean"].new_zeros(0)
-    return Moments(
-        int(kept["scalars"][4]), kept["weight"][0], kept["mean"], empty, kept["xx"], kept["xx"][:, :0], empty
-    )
+    return Moments(int(kept["rows"][0]), kept["rows"][1], kept["mean"], empty, kept["xx"], kept["xx"][:, :0], empty)
 
 
 def unpack(block: Block, neurons: Neurons | None, kept: Tensors) -> Survey:
-    linear, factorised, *ridges, _ = kept["scalars"].tolist()
+    linear, factorised, *ridges = kept["scalars"].tolist()
     forms = [(Form(None if rank < 0 else int(rank), int(count)), cost) for rank, count, cost in kept["table"].tolist()]
     size = neurons.size if neurons else 0
     return Survey(

@@ -20,13 +20,13 @@ from compressor.cache import Cache
 from compressor.checkpoint import count_parameters
 from compressor.evaluating import Evaluation, Losses, compare, evaluate, has_plain_head, logits_batch
 from compressor.fitting import settle
-from compressor.measuring import BlockProfile, Profile
 from compressor.modeling_compressor import Replacement
 from compressor.models import identify, source_of
 from compressor.moments import ACCUMULATION_DTYPE
 from compressor.patching import patched
+from compressor.profiles import BlockProfile, Profile
 from compressor.progress import Progress
-from compressor.stream import Stream, resume, stream_gain
+from compressor.stream import Stream, stream_gain
 from compressor.text import Split, Text
 
 MODEST = 500_000_000  # parameters: below this many the sweep is made without being asked for
@@ -104,8 +104,8 @@ class Sweeper:
     def sweep(self) -> dict[str, Tensor]:
         plain = has_plain_head(self.model, self.windows)
 
-        def losses(windows: Tensor) -> Tensor:
-            return evaluate(self.model, windows, batch_size=self.batch, plain=plain).nats
+        def losses(start: Stream) -> Tensor:
+            return evaluate(self.model, self.windows, batch_size=self.batch, plain=plain, start=start).nats
 
         self.time_whole()  # the first pass of a process is slow
         whole = self.time_whole()
@@ -118,11 +118,9 @@ class Sweeper:
             few.advance(p.block.index)
             gain = stream_gain(self.model, p.block, few)
             swapped = self.pass_again(stream, p) if gain is None else self.pass_layer(stream, p, gain)
-            with resume(self.model, swapped):
-                after.append(losses(self.windows))
+            after.append(losses(swapped))
         stream.advance(len(self.blocks))
-        with resume(self.model, stream):
-            before = losses(self.windows)
+        before = losses(stream)
         took = time.perf_counter() - began
         one = (whole + self.time_whole()) / 2
         # The pass over the unchanged model is the baseline's own evaluation: it is not what the sweep adds.
@@ -153,7 +151,7 @@ class Sweeper:
 
         with torch.no_grad(), watch(self.model, [p.block], see):
             states = stream.run()
-        changed = [state + change.reshape(state.shape) for state, change in zip(states, changes, strict=True)]
+        changed = (state + change.reshape(state.shape) for state, change in zip(states, changes, strict=True))
         swapped = stream.behind(changed)
         stream.states, stream.position = states, stream.position + 1
         return swapped
@@ -189,6 +187,7 @@ def linear_module(model: Any, p: BlockProfile, stored: torch.dtype) -> Replaceme
     module = Replacement(p.block.width, None, p.block.residual_inside, dtype=ACCUMULATION_DTYPE)
     module.bypass = p.block.bypass
     with torch.no_grad():
-        module.weight.copy_(p.linear.weight.T)
-        module.bias.copy_(p.linear.bias)
+        linear = p.linear
+        module.weight.copy_(linear.weight.T)
+        module.bias.copy_(linear.bias)
     return settle(module, model, p.block, stored)

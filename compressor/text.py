@@ -270,3 +270,7 @@ def cut(text: str, tokenizer: Any, seq_len: int, prefix: list[int]) -> Tensor:
     count = len(ids) // body
     windows = torch.tensor(ids[: count * body], dtype=torch.long).reshape(count, body)
     return torch.cat([torch.tensor(prefix, dtype=torch.long).expand(count, -1), windows], dim=1)
+
+
+def batches(windows: Tensor, size: int) -> list[Tensor]:
+    return [windows[start : start + size] for start in range(0, len(windows), size)]

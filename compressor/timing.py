@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.blocks import Block
+from compressor.blocks import Block, parts_of, placing
 from compressor.modeling_compressor import Replacement
 from compressor.patching import patched
+from compressor.streaming import device_of
 
 ROWS = 512
 REPEATS = 4
@@ -84,9 +85,8 @@ def alternate(first: Callable[[], Any], second: Callable[[], Any], device: torch
 @torch.no_grad()
 def slower(model: Any, block: Block, replacement: Replacement) -> bool:
     """Whether a replacement takes longer than its block, on rows like those of a prefill."""
-    parts = [model.get_submodule(path) for path in (block.path, *block.bypass)]
-    reference = next(parts[0].parameters())
-    x = torch.randn(1, ROWS, block.width, generator=torch.Generator().manual_seed(0)).to(reference)
+    parts = parts_of(model, block)
+    x = torch.randn(1, ROWS, block.width, generator=torch.Generator().manual_seed(0)).to(**placing(model, block))
 
     def original() -> Tensor:
         first, *rest = parts
@@ -103,7 +103,7 @@ def slower(model: Any, block: Block, replacement: Replacement) -> bool:
 def measure_speed(model: Any, blocks: list[Block], fits: Mapping[int, Replacement], windows: Tensor) -> Speed:
     """Prefill and decoding of the model without and with its replacements, taking turns; the fastest of each."""
     seq_len = windows.shape[1]
-    batch = windows[: max(1, PREFILL_TOKENS // seq_len)].to(model.device)
+    batch = windows[: max(1, PREFILL_TOKENS // seq_len)].to(device_of(model))
     prompt = batch[:1, : max(1, min(seq_len // 2, 64))]
     steps = max(2, min(DECODED, seq_len - prompt.shape[1]))
 
@@ -116,7 +116,7 @@ def measure_speed(model: Any, blocks: list[Block], fits: Mapping[int, Replacemen
             token = output.logits[:, -1:].argmax(-1)
             output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
 
-        return statistics.median(seconds(step, model.device) for _ in range(steps - 1))
+        return statistics.median(seconds(step, device_of(model)) for _ in range(steps - 1))
 
     prefills: tuple[list[float], list[float]] = ([], [])
     decodes: tuple[list[float], list[float]] = ([], [])
@@ -127,7 +127,7 @@ def measure_speed(model: Any, blocks: list[Block], fits: Mapping[int, Replacemen
                 if turn == 0:
                     flops.append(flops_per_token(model, seq_len))
                     model(input_ids=batch, use_cache=False)
-                prefills[which].append(seconds(lambda: model(input_ids=batch, use_cache=False), model.device))
+                prefills[which].append(seconds(lambda: model(input_ids=batch, use_cache=False), device_of(model)))
                 decodes[which].append(decode())
     tokens = batch.numel()
     return Speed(

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from compressor.evaluating import Evaluation
-from compressor.measuring import BlockProfile
+from compressor.profiles import BlockProfile
 from compressor.sensitivity import Damage
 
 SAFE_NATS = 0.02  # without a budget, a block is safe when its linear map costs less than this

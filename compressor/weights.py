@@ -20,6 +20,12 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 STORAGE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+SAFETENSORS_DTYPES = {
+    **STORAGE_DTYPES,
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    **{"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool, "C64": torch.complex64},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+}
 
 
 def read_json(path: Path, model: str) -> dict[str, Any]:
@@ -64,8 +70,8 @@ def find_shards(directory: Path, model: str, snapshot: Snapshot | None) -> list[
     return [directory / name for name in names]
 
 
-def inspect_weights(shards: list[Path], model: str) -> tuple[torch.dtype, str]:
-    """The dtype that holds most of the floating-point bytes, and the hash of all tensors."""
+def locate_tensors(shards: list[Path], model: str) -> tuple[dict[str, Path], torch.dtype]:
+    """Which file holds which tensor, and the dtype that holds most of the floating-point bytes."""
     place: dict[str, Path] = {}
     sizes: Counter[torch.dtype] = Counter()
     for shard in shards:
@@ -73,12 +79,30 @@ def inspect_weights(shards: list[Path], model: str) -> tuple[torch.dtype, str]:
             for name in file.keys():  # noqa: SIM118  it is not a mapping
                 place[name] = shard
                 part = file.get_slice(name)
+                if part.get_dtype() not in SAFETENSORS_DTYPES:
+                    raise InputError(f"{model} has {name} as {part.get_dtype()}; give an unquantised model")
                 dtype = STORAGE_DTYPES.get(part.get_dtype())
                 if dtype:
                     sizes[dtype] += dtype.itemsize * torch.Size(part.get_shape()).numel()
     if not sizes:
         raise InputError(f"{model} has no floating-point weights; give an unquantised model")
-    return sizes.most_common(1)[0][0], digest(read_tensors(place, model))
+    return place, sizes.most_common(1)[0][0]
+
+
+def hash_weights(place: dict[str, Path], model: str, computed: torch.dtype) -> str:
+    """The hash of all tensors, one in memory at a time; NaN and infinite values, as computed with, are refused."""
+
+    def sound() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in read_tensors(place):
+            if tensor.dtype in STORAGE_DTYPES.values() and not tensor.to(computed).isfinite().all():
+                kind = str(computed).removeprefix("torch.")
+                raise InputError(
+                    f"{model} has NaN or infinite values in {name} (as {kind}); use a sound checkpoint or "
+                    "--dtype float32"
+                )
+            yield name, tensor
+
+    return digest(sound())
 
 
 def open_shard(shard: Path, model: str) -> Any:
@@ -92,10 +116,40 @@ def open_shard(shard: Path, model: str) -> Any:
         raise InputError(f"{shard.name} of {model} is {reason}; copy or download it again") from error
 
 
-def read_tensors(place: dict[str, Path], model: str) -> Iterator[tuple[str, Tensor]]:
-    files = {path: open_shard(path, model) for path in set(place.values())}
+class Shard:
+    """A safetensors file, read tensor by tensor.
+
+    Not mapped into memory: pages of a mapped file count as this process's own for as long as it is open.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        self.entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        self.start = 8 + length
+
+    def read(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        begin, end = entry["data_offsets"]
+        data = torch.empty(end - begin, dtype=torch.uint8)
+        if end > begin:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.start + begin)
+                view = memoryview(data.numpy().data)
+                while view:
+                    count = file.readinto(view)
+                    if not count:
+                        raise InputError(f"{self.path} ended while it was read; was it changed? copy it again")
+                    view = view[count:]
+        return data.view(SAFETENSORS_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+
+
+def read_tensors(place: dict[str, Path]) -> Iterator[tuple[str, Tensor]]:
+    shards = {path: Shard(path) for path in set(place.values())}
     for name in sorted(place):
-        yield name, files[place[name]].get_tensor(name)
+        yield name, shards[place[name]].read(name)
 
 
 def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:

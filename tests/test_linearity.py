@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ from planted import LinearFFN, WildFFN, planted_model, random_text
 from zoo import FAMILIES, WIDTH, tiny_model
 
 from compressor.blocks import find_blocks
+from compressor.cache import Cache
 from compressor.evaluating import Evaluation
 from compressor.linearity import describe_corpora, describe_shape, flat, ladder_ranks, name_rows, pearson
-from compressor.measuring import BlockProfile, measure, unpack_profile
+from compressor.measuring import measure
 from compressor.probing import sample_rows
+from compressor.profiles import BlockProfile
+from compressor.progress import Progress
 from compressor.sensitivity import Damage
 from compressor.summarising import listed
 from compressor.verdicts import judge
@@ -52,14 +56,16 @@ def test_the_rank_that_is_enough_is_the_planted_one() -> None:
     assert 1 < low.input_effective_rank <= WIDTH
 
 
-def test_a_profile_from_the_cache_is_the_profile() -> None:
+def test_a_profile_from_the_cache_is_the_profile(tmp_path: Path) -> None:
     model, text = tiny_model("llama"), random_text()
-    profile = measure(model, text)
-    again = unpack_profile(find_blocks(model), profile.pack())
-    for a, b in zip(profile.blocks, again.blocks, strict=True):
-        assert replace(a, ladder=None, linear=None) == replace(b, ladder=None, linear=None)  # type: ignore[arg-type]
-        assert torch.equal(a.ladder, b.ladder)
+    cache = Cache(tmp_path, Progress())
+    first, again = (measure(model, text, cache=cache, key={"what": "profile"}) for _ in range(2))
+    for a, b, c in zip(measure(model, text).blocks, first.blocks, again.blocks, strict=True):
+        plain: dict[str, Any] = {"ladder": None, "read": None}
+        assert replace(a, **plain) == replace(b, **plain) == replace(c, **plain)
+        assert torch.equal(a.ladder, c.ladder)
         assert torch.equal(a.linear.weight, b.linear.weight)
+        assert torch.equal(a.linear.weight, c.linear.weight)
 
 
 class Words:

@@ -10,8 +10,8 @@ from zoo import FAMILIES, tiny_model
 
 from compressor.blocks import Block, Rows, body, find_blocks, watch
 from compressor.errors import InputError
-from compressor.evaluating import batches
 from compressor.measuring import measure, stream_weights
+from compressor.text import batches
 
 
 def raw_rows(model: torch.nn.Module, windows: Tensor) -> dict[int, tuple[Tensor, Tensor, Tensor]]:

@@ -31,7 +31,7 @@ def test_all_neurons_kept_is_the_model_itself(family: str) -> None:
         assert neurons is not None, block.path
         assert neurons.gated == (family in GATED)
         everything = Form(0, neurons.count)
-        bias = own_bias(model, block, neurons, torch.device("cpu"))
+        bias = own_bias(block, neurons, torch.device("cpu"))
         whole = Fitted(torch.arange(neurons.count), None, None, neurons.outer, bias, 0.0)
         fits[block.index] = build_replacement(block, neurons, everything, whole).float()
         assert abs(block.parameters - everything.parameters(block.width, neurons.size)) <= block.width

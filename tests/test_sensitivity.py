@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from planted import SEQ_LEN, LinearFFN, WildFFN, planted_model, random_text
@@ -12,8 +14,16 @@ from compressor.evaluating import evaluate
 from compressor.measuring import measure
 from compressor.probing import Sample, sample_rows
 from compressor.progress import Progress
-from compressor.sensitivity import predict, predict_damage, sample_gradients
+from compressor.sensitivity import GRADIENT_TOKENS, Gradients, predict, predict_damage, walk_gradients
 from compressor.surveying import fit_ladder
+
+
+def sample_gradients(model: Any, windows: torch.Tensor, tokens: int = GRADIENT_TOKENS) -> dict[int, Gradients]:
+    found: dict[int, Gradients] = {}
+    walk_gradients(
+        model, find_blocks(model), windows, lambda b, rows: found.update({b.index: rows}), Progress(), tokens
+    )
+    return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -21,7 +31,7 @@ def test_gradients_predict_a_small_change_of_the_loss(family: str) -> None:
     """Add a small constant to a block's output: the loss moves by the gradient in that direction."""
     model, windows = tiny_model(family), random_text().held_out[:4]
     blocks = find_blocks(model)
-    gradients = sample_gradients(model, blocks, windows, Progress())
+    gradients = sample_gradients(model, windows)
     block = blocks[1]
     direction = torch.nn.functional.normalize(gradients[1].g.sum(0), dim=0)
     last = model.get_submodule(block.bypass[-1] if block.bypass else block.path)
@@ -42,7 +52,7 @@ def test_gradients_predict_a_small_change_of_the_loss(family: str) -> None:
 def test_the_model_is_left_as_it_was() -> None:
     model, text = tiny_model("gpt2"), random_text()
     trainable = [p.requires_grad for p in model.parameters()]
-    sample_gradients(model, find_blocks(model), text.held_out, Progress())
+    sample_gradients(model, text.held_out)
     assert [p.requires_grad for p in model.parameters()] == trainable
     assert all(p.grad is None for p in model.parameters())
     assert not model.transformer.h[0].mlp._forward_hooks
@@ -50,7 +60,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_damage_of_every_rank_equals_the_direct_computation() -> None:
     model, text = tiny_model("llama"), random_text()
-    gradients = sample_gradients(model, find_blocks(model), text.held_out, Progress())
+    gradients = sample_gradients(model, text.held_out)
     for block, sample in sample_rows(model, find_blocks(model), text.fitting, text.held_out, batch_size=8):
         rows = gradients[block.index]
         ladder = fit_ladder(*sample.moments(), rows.metric)
@@ -67,7 +77,7 @@ def test_damage_of_every_rank_equals_the_direct_computation() -> None:
 
 def test_the_damage_of_a_profile_is_that_of_its_least_squares_maps() -> None:
     model, text = tiny_model("llama"), random_text()
-    gradients = sample_gradients(model, find_blocks(model), text.held_out, Progress())
+    gradients = sample_gradients(model, text.held_out)
     found = predict(model, measure(model, text), text, Progress())
     for block, sample in sample_rows(model, find_blocks(model), text.fitting, text.held_out, batch_size=8):
         rows = gradients[block.index]
@@ -94,5 +104,5 @@ def test_a_linear_block_is_predicted_to_cost_nothing() -> None:
 
 def test_no_more_tokens_are_used_than_asked_for() -> None:
     model, text = tiny_model("gpt2"), random_text()
-    gradients = sample_gradients(model, find_blocks(model), text.held_out, Progress(), tokens=3 * SEQ_LEN + 1)
+    gradients = sample_gradients(model, text.held_out, tokens=3 * SEQ_LEN + 1)
     assert len(gradients[0].g) == 3 * SEQ_LEN

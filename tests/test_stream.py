@@ -26,7 +26,7 @@ def test_layer_by_layer_equals_the_forward_pass(family: str) -> None:
     stream = Stream(model, blocks, windows, batch_size=2)  # 2 + 2 + 1: batches of two shapes
     early = stream.copy()
     stream.advance(len(blocks))
-    torch.testing.assert_close(torch.cat(stream.states), seen[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat(list(stream.states)), seen[0], rtol=1e-4, atol=1e-5)
     early.advance(1)
     early.advance(len(blocks))
     assert all(torch.equal(a, b) for a, b in zip(early.states, stream.states, strict=True))

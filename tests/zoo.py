@@ -187,7 +187,7 @@ def random_replacement(block: Any, form: Form, model: Any = None) -> Replacement
     if form.neurons:
         neurons = find_neurons(model, block)
         assert neurons is not None
-        given = {"activation": neurons.activation, "gated": neurons.gated, "inner_bias": neurons.inner_bias is not None}
+        given = {"activation": neurons.activation, "gated": neurons.gated, "inner_bias": neurons.biased}
     module = Replacement(block.width, form.rank, block.residual_inside, neurons=form.neurons, **given)
     generator = torch.Generator().manual_seed(block.index)
     with torch.no_grad():
