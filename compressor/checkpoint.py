@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 from transformers import GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from compressor.errors import InputError
+from compressor.modeling_compressor import replacements
+from compressor.streaming import read_tensor, weights_of
+from compressor.weights import INDEX, write_shard
 
 SHARD_SIZE = "5GB"
 
@@ -30,7 +35,8 @@ def write_checkpoint(
     """
     directory = Path(directory)
     refuse_unsavable(model, directory)
-    weights = cast(model.state_dict(), dtype)
+    streamed = weights_of(model) is not None
+    weights = {} if streamed else cast(model.state_dict(), dtype)
     config, generation_config = model.config, model.generation_config
     model.config = copy.deepcopy(config)  # saving writes into it
     model.generation_config = GenerationConfig()  # the real one is written below: a source's need not be valid
@@ -38,10 +44,46 @@ def write_checkpoint(
         model.save_pretrained(directory, state_dict=weights, max_shard_size=max_shard_size)
     finally:
         model.config, model.generation_config = config, generation_config
+    if streamed:
+        write_streamed(model, directory, dtype or model.dtype, max_shard_size)
     if dtype is not None:
         set_dtype(directory / "config.json", dtype)
     generation_config.to_json_file(directory / "generation_config.json")
     tokenizer.save_pretrained(directory)
+
+
+def write_streamed(model: Any, directory: Path, dtype: torch.dtype, max_shard_size: int | str) -> None:
+    """The weights of a model that keeps them on disk, copied tensor by tensor: what save_pretrained would write."""
+    guards = [module.guard for module in replacements(model).values()][:1]
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict(keep_vars=True).items()}
+    shapes |= {guard: (torch.Size([0]), dtype) for guard in guards}
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    empty = {
+        name: torch.empty(shape, dtype=dtype if kind.is_floating_point else kind, device="meta")
+        for name, (shape, kind) in shapes.items()
+        if tied.get(name) not in shapes
+    }
+    stored = revert_weight_conversion(model, dict(empty))
+    own_names = {id(tensor): name for name, tensor in empty.items()}
+    converted = [name for name, tensor in stored.items() if id(tensor) not in own_names]
+    if converted:
+        raise InputError(f"{converted[0]} is not stored as it is computed with; leave --low-memory out")
+
+    def read(name: str) -> Tensor:
+        own = own_names[id(stored[name])]
+        return torch.zeros(0, dtype=dtype) if own in guards else read_tensor(model, own).to(stored[name].dtype)
+
+    split = split_torch_state_dict_into_shards(
+        stored, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    for file in directory.glob("*.safetensors"):  # what save_pretrained wrote of no weights at all
+        file.unlink()
+    for file_name, names in split.filename_to_tensors.items():
+        write_shard(directory / file_name, {name: stored[name] for name in names}, read)
+    if split.is_sharded:
+        metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,12 +150,16 @@ def fetch(module: nn.Module, *, inside: bool = True) -> None:
         unit.load(parts)
 
 
-def read_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by name, one in memory at a time; tied weights come once."""
+def read_tensor(model: Any, name: str) -> Tensor:
+    """A parameter or buffer of the model by its name; one that is on disk is read and stays in nobody's memory."""
+    place, _, last = name.rpartition(".")
+    module = model.get_submodule(place)
+    tensor: Tensor = getattr(module, last)
     weights = weights_of(model)
-    for name, parameter in model.named_parameters():
-        slot = weights.slots.get(name) if weights is not None and parameter.device.type == "meta" else None
-        yield name, parameter if slot is None else slot.shard.read(slot.name).to(slot.empty.dtype)
+    if weights is None or tensor.device.type != "meta":
+        return tensor.detach()
+    slot = weights.slots[name]
+    return slot.shard.read(slot.name).to(slot.empty.dtype)
 
 
 def return_freed_memory() -> None:

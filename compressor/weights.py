@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 STORAGE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-SAFETENSORS_DTYPES = {
-    **STORAGE_DTYPES,
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
-    **{"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool, "C64": torch.complex64},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+SAFETENSORS_DTYPES = {  # in the order in which safetensors lays tensors out
+    **{"U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "C64": torch.complex64, "F32": torch.float32},
+    **{"U32": torch.uint32, "I32": torch.int32, "BF16": torch.bfloat16, "F16": torch.float16, "U16": torch.uint16},
+    **{"I16": torch.int16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8},
+    **{"U8": torch.uint8, "BOOL": torch.bool},
 }
 
 
@@ -146,6 +146,35 @@ class Shard:
         return data.view(SAFETENSORS_DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
+def write_shard(path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
+    """Write a safetensors file with one tensor in memory at a time, byte for byte as safetensors itself would.
+
+    `tensors` say names, shapes and dtypes (they may be on the meta device); `read` gives their contents.
+    """
+    kinds = {dtype: (place, word) for place, (word, dtype) in enumerate(SAFETENSORS_DTYPES.items())}
+    names = sorted(tensors, key=lambda name: (kinds[tensors[name].dtype][0], name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in names:
+        end = offset + tensors[name].numel() * tensors[name].element_size()
+        word = kinds[tensors[name].dtype][1]
+        header[name] = {"dtype": word, "shape": list(tensors[name].shape), "data_offsets": [offset, end]}
+        offset = end
+    words = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    words += b" " * (-len(words) % 8)
+    with path.open("wb") as file:
+        file.write(len(words).to_bytes(8, "little") + words)
+        for name in names:
+            tensor = read(name)
+            assert (tensor.dtype, tensor.shape) == (tensors[name].dtype, tensors[name].shape), name
+            file.write(bytes_of(tensor))
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """A view of the tensor's bytes."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
 def read_tensors(place: dict[str, Path]) -> Iterator[tuple[str, Tensor]]:
     shards = {path: Shard(path) for path in set(place.values())}
     for name in sorted(place):
@@ -157,5 +186,5 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     sha = hashlib.sha256()
     for name, tensor in tensors:
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        sha.update(bytes_of(tensor))
     return sha.hexdigest()
