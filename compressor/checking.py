@@ -18,7 +18,7 @@ from compressor.baseline import BaselineFile, baseline_of, compare_with, read_ba
 from compressor.budget import split_name
 from compressor.checkpoint import count_parameters
 from compressor.errors import InputError
-from compressor.jobs import Setting, make_evaluator, name_tasks, open_text, timings
+from compressor.jobs import Setting, make_evaluator, name_tasks, open_text, placing, timings
 from compressor.models import load, source_of
 from compressor.page import page
 from compressor.planfile import Part, PlannedBlock, PlannedBudget, PlannedReplacement, PlannedSource, list_mistakes
@@ -143,10 +143,10 @@ def check(directory: Path, options: dict[str, Any], gate: Gate, setting: Setting
     origin = gate.source or str(recipe.model or record["source"].get("model"))
     revision = None if gate.source else record["source"].get("revision")
     setting.progress.say(f"load {directory} and its source {origin}")
-    placing: dict[str, Any] = {"device": recipe.device, "dtype": recipe.dtype}
-    compressed, tokenizer = load(str(directory), allow_compressed=True, **placing)
+    place = placing(recipe, setting)
+    compressed, tokenizer = load(str(directory), allow_compressed=True, **place)
     try:
-        original, _ = load(origin, trust_remote_code=setting.trust_remote_code, revision=revision, **placing)
+        original, _ = load(origin, trust_remote_code=setting.trust_remote_code, revision=revision, **place)
     except InputError as error:
         if gate.source:
             raise

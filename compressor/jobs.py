@@ -96,10 +96,9 @@ def open_job(recipe: Recipe, setting: Setting, *, with_tasks: bool = True) -> Jo
     setting.progress.say(f"load {model_name}")
     model, tokenizer = load(
         model_name,
-        device=recipe.device,
-        dtype=recipe.dtype,
         trust_remote_code=setting.trust_remote_code,
         revision=recipe.revision,
+        **placing(recipe, setting),
     )
     find_blocks(model)  # an unsupported family is refused before any text is read
     refuse_foreign_code(model)
@@ -109,12 +108,18 @@ def open_job(recipe: Recipe, setting: Setting, *, with_tasks: bool = True) -> Jo
     return Job(model, tokenizer, text, tasks, recipe, setting, began, crossed)
 
 
+def placing(recipe: Recipe, setting: Setting) -> dict[str, Any]:
+    """Where and in what precision a model computes, and where its weights are meanwhile."""
+    scratch = setting.cache.directory if setting.cache else None
+    return {"device": recipe.device, "dtype": recipe.dtype, "low_memory": recipe.low_memory, "scratch": scratch}
+
+
 def load_other(recipe: Recipe, model: Any, setting: Setting) -> tuple[Any, Any]:
     """The model of --cross and its tokenizer, if its blocks take rows of the same width."""
     assert recipe.cross is not None
     setting.progress.say(f"load {recipe.cross}")
     trust = setting.trust_remote_code
-    other, tokenizer = load(recipe.cross, device=recipe.device, dtype=recipe.dtype, trust_remote_code=trust)
+    other, tokenizer = load(recipe.cross, trust_remote_code=trust, **placing(recipe, setting))
     refuse_widths(model, other, str(recipe.model), recipe.cross)
     return other, tokenizer
 

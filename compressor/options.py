@@ -55,6 +55,12 @@ BatchSize = Annotated[int | None, typer.Option(help="windows per forward pass  [
 Seed = Annotated[int | None, typer.Option(help="which windows are drawn  [0]")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:N, mps  [auto]")]
 Dtype = Annotated[str | None, typer.Option(help="to compute in: auto, float32, bfloat16, float16  [auto]")]
+LowMemory = Annotated[
+    bool | None,
+    typer.Option(
+        "--low-memory", help="leave weights on disk, read each layer when it runs: same result, slower"
+    ),
+]
 Revision = Annotated[str | None, typer.Option(help="commit, branch or tag of a hub id")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="run code that comes with the model")]
 Json = Annotated[bool, typer.Option("--json", help="print the report alone, as JSON")]

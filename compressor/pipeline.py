@@ -159,7 +159,8 @@ def finish(
     found = evaluator.assess(before, after, job.model, stored=False)
     timings = job.timings()
     tokens = sum(getattr(job.text, name).tokens for name in SPLITS)
-    timings["one_forward_pass"] = round(tokens / speed["prefill_before"], 2)  # over all the text
+    if speed["prefill_before"]:
+        timings["one_forward_pass"] = round(tokens / speed["prefill_before"], 2)  # over all the text
     report = {**report, **describe_assessment(found, evaluator), "speed": speed, "timings": timings}
     assert count_parameters(job.model) == report["parameters"]["after"]
     header = "Reproduces this checkpoint:\ncompress --recipe recipe.yaml --out NEW_DIRECTORY"

@@ -92,6 +92,7 @@ class Recipe(BaseModel):
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     device: str = "auto"
     dtype: str = "auto"
+    low_memory: Annotated[bool, Field(strict=True)] = False
     revision: str | None = None
 
     @field_validator("max_dppl")

@@ -209,22 +209,25 @@ def result_lines(report: Mapping[str, Any]) -> list[str]:
 
 def time_line(timings: Mapping[str, float]) -> str:
     """The whole run in forward passes over its text, and the steps that took longest."""
-    total, forward = timings["total"], timings["one_forward_pass"]
+    total, forward = timings["total"], timings.get("one_forward_pass")
     steps = sorted(
         ((s, name) for name, s in timings.items() if name not in ("total", "one_forward_pass")), reverse=True
     )
     longest = ", ".join(f"{name} {seconds:.0f} s" for seconds, name in steps[:6])
-    return f"took {total:.0f} s, {total / forward:.1f}× one forward pass over its text ({longest})"
+    passes = f", {total / forward:.1f}× one forward pass over its text" if forward else ""
+    return f"took {total:.0f} s{passes} ({longest})"
 
 
 def speed_lines(report: Mapping[str, Any]) -> list[str]:
     found = report.get("speed")
     if not found:
         return []
+    flops = f"FLOPs per token {found['flops_before']:,} → {found['flops_after']:,}  ({found['flops_ratio']:.3f}× fewer)"
+    if not found["prefill_ratio"] or not found["decode_ratio"]:
+        return [f"{flops}; speed not measured, for the weights were on disk"]
     return [
-        f"FLOPs per token {found['flops_before']:,} → {found['flops_after']:,}  ({found['flops_ratio']:.3f}× fewer); "
-        f"measured in turns: prefill {found['prefill_ratio']:.3f}× as fast ({found['prefill_after']:.0f} tokens/s), "
-        f"decoding {found['decode_ratio']:.3f}× ({found['decode_after']:.0f} tokens/s)"
+        f"{flops}; measured in turns: prefill {found['prefill_ratio']:.3f}× as fast ({found['prefill_after']:.0f} "
+        f"tokens/s), decoding {found['decode_ratio']:.3f}× ({found['decode_after']:.0f} tokens/s)"
     ]
 
 

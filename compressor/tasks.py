@@ -25,6 +25,7 @@ from compressor.evaluating import interval_of, logits_batch, resampled_means
 from compressor.hub import reason_of, why_unreachable
 from compressor.models import context_of, quiet
 from compressor.progress import Progress
+from compressor.streaming import device_of
 from compressor.taskfiles import TASK_ALTERNATIVES, TaskFile, find_tasks, refuse_unusable
 from compressor.text import cache_only
 
@@ -180,6 +181,7 @@ def score(
                 batch_size=logits_batch(model, longest_request(task, tokenizer, longest(model)), batch_size),
                 max_length=longest(model),
             )
+            lm._device = device_of(model)  # of a model whose weights are on disk it would be none
             task.body.set_fewshot_seed(seed=FEWSHOT_SEED)
             results = evaluator.evaluate(
                 lm=lm,

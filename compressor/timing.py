@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from compressor.blocks import Block, parts_of, placing
 from compressor.modeling_compressor import Replacement
 from compressor.patching import patched
-from compressor.streaming import device_of
+from compressor.streaming import device_of, weights_of
 
 ROWS = 512
 REPEATS = 4
@@ -31,10 +31,10 @@ class Speed:
 
     flops_before: int
     flops_after: int
-    prefill_before: float
-    prefill_after: float
-    decode_before: float
-    decode_after: float
+    prefill_before: float | None  # None: the clock would time the disk that the weights are read from
+    prefill_after: float | None
+    decode_before: float | None
+    decode_after: float | None
     seq_len: int
 
     @property
@@ -43,12 +43,12 @@ class Speed:
         return self.flops_before / self.flops_after
 
     @property
-    def prefill_ratio(self) -> float:
-        return self.prefill_after / self.prefill_before
+    def prefill_ratio(self) -> float | None:
+        return self.prefill_after / self.prefill_before if self.prefill_after and self.prefill_before else None
 
     @property
-    def decode_ratio(self) -> float:
-        return self.decode_after / self.decode_before
+    def decode_ratio(self) -> float | None:
+        return self.decode_after / self.decode_before if self.decode_after and self.decode_before else None
 
 
 def flops_per_token(model: Any, seq_len: int) -> int:
@@ -103,6 +103,12 @@ def slower(model: Any, block: Block, replacement: Replacement) -> bool:
 def measure_speed(model: Any, blocks: list[Block], fits: Mapping[int, Replacement], windows: Tensor) -> Speed:
     """Prefill and decoding of the model without and with its replacements, taking turns; the fastest of each."""
     seq_len = windows.shape[1]
+    flops = []
+    for modules in ({}, fits):
+        with patched(model, blocks, modules):
+            flops.append(flops_per_token(model, seq_len))
+    if weights_of(model) is not None:
+        return Speed(flops[0], flops[1], None, None, None, None, seq_len)
     batch = windows[: max(1, PREFILL_TOKENS // seq_len)].to(device_of(model))
     prompt = batch[:1, : max(1, min(seq_len // 2, 64))]
     steps = max(2, min(DECODED, seq_len - prompt.shape[1]))
@@ -120,12 +126,10 @@ def measure_speed(model: Any, blocks: list[Block], fits: Mapping[int, Replacemen
 
     prefills: tuple[list[float], list[float]] = ([], [])
     decodes: tuple[list[float], list[float]] = ([], [])
-    flops = []
     for turn in range(TURNS):
         for which, modules in enumerate(({}, fits)):
             with patched(model, blocks, modules):
                 if turn == 0:
-                    flops.append(flops_per_token(model, seq_len))
                     model(input_ids=batch, use_cache=False)
                 prefills[which].append(seconds(lambda: model(input_ids=batch, use_cache=False), device_of(model)))
                 decodes[which].append(decode())
