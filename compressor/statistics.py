@@ -6,18 +6,20 @@ closed-form solve with no new pass. They are kept on disk, so that only one bloc
 
 from __future__ import annotations
 
-import shutil
 import tempfile
+import weakref
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from compressor.blocks import Block, Rows, find_blocks, watch
 from compressor.cache import Cache, Tensors
+from compressor.capacity import amount, available_memory, free_disk
 from compressor.errors import InputError
+from compressor.locking import held_directory, sweep
 from compressor.measuring import moments_device, stream_weights
 from compressor.models import identify
 from compressor.moments import ACCUMULATION_DTYPE, Moments
@@ -31,6 +33,7 @@ from compressor.text import Text
 VERSION = 2  # of what is kept
 WORKSPACES = 5  # matrices of the size of the moments that a block needs at once
 MEMORY_SHARE = 0.8
+SCRATCH = "compressor-scratch-"
 
 
 class Statistics:
@@ -47,8 +50,11 @@ class Statistics:
         self.streams: list[Stream] = []
 
     def scratch(self) -> Cache:
-        self.directory = tempfile.TemporaryDirectory(prefix="compressor-")  # gone with this object
-        return Cache(Path(self.directory.name), Progress())
+        """A directory that is gone with this object, or, when the process is killed, with the next run's."""
+        parent, held = Path(tempfile.gettempdir()), ExitStack()
+        sweep(parent, SCRATCH)
+        weakref.finalize(self, held.close)
+        return Cache(held.enter_context(held_directory(parent, SCRATCH)), Progress())
 
     def bytes_of(self, index: int, neurons: Neurons | None) -> int:
         width = self.blocks[index].width
@@ -56,7 +62,7 @@ class Statistics:
 
     def afford(self, found: dict[int, Neurons | None]) -> dict[int, Neurons | None]:
         """Say what memory and disk it takes. Blocks whose neurons are too many for the memory are only linear."""
-        free = int(MEMORY_SHARE * psutil.virtual_memory().available)
+        free = int(MEMORY_SHARE * available_memory())
         sizes = {index: self.bytes_of(index, neurons) for index, neurons in found.items()}
         most = WORKSPACES * max(sizes.values())
         self.progress.say(
@@ -74,7 +80,7 @@ class Statistics:
     def check_disk(self) -> None:
         assert self.cache.directory is not None
         needed = sum(self.bytes_of(index, neurons) for index, neurons in self.neurons.items())
-        free = shutil.disk_usage(self.cache.directory).free
+        free = free_disk(self.cache.directory)
         if needed > free and not all(self.cache.has(self.key(block)) for block in self.blocks):
             raise InputError(
                 f"the statistics need {amount(needed)} of disk, and {self.cache.directory} has {amount(free)}; "
@@ -131,10 +137,6 @@ class Statistics:
     def moments(self, index: int) -> Moments:
         """The moments of z that the block's replacements are fitted on."""
         return unpack_moments(self.tensors(self.blocks[index]))
-
-
-def amount(size: int) -> str:
-    return f"{size / 2**30:.1f} GB" if size >= 2**30 else f"{max(1, size >> 20)} MB"
 
 
 def own_bias(model: Any, block: Block, neurons: Neurons | None, device: torch.device) -> Tensor:
