@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from compressor.capacity import available_memory
 from compressor.checkpoint import cast
@@ -89,24 +90,29 @@ def has_room(model: Any) -> bool:
 
 
 def compare_tensors(directory: Path, model: Any) -> None:
-    """InputError when a stored tensor is not the model's own, one tensor in memory at a time."""
-    own: dict[str, Tensor] = dict(model.state_dict())
-    guards = {module.guard for module in replacements(model).values()}
+    """InputError when the stored tensors are not the model's own, one of them in memory at a time."""
+    own = stored_names(model)
     seen = set()
     for shard in find_shards(directory, str(directory), None):
         with open_shard(shard, str(directory)) as file:
             for name in file.keys():  # noqa: SIM118  it is not a mapping
-                if name in guards or name not in own:  # some families are stored under other names
-                    continue
+                if name not in own or not same(file.get_tensor(name), own[name]):
+                    raise InputError(f"what was written as {name} is not what is in memory; nothing was kept")
                 seen.add(name)
-                tensor = own[name]
-                if tensor.device.type != "meta" and not same(file.get_tensor(name), tensor):
-                    raise InputError(
-                        f"{name} was not written as it is in memory; nothing was kept: look after the disk"
-                    )
-    if not seen:
-        raise InputError("what was written holds none of the model's tensors; nothing was kept")
+    places = {own[name].data_ptr() for name in seen}
+    missing = [name for name, tensor in own.items() if name not in seen and tensor.data_ptr() not in places]
+    if missing:  # tied weights are stored once
+        raise InputError(f"what was written lacks {missing[0]}; nothing was kept")
+
+
+def stored_names(model: Any) -> dict[str, Tensor]:
+    """The model's tensors under the names that a checkpoint has for them."""
+    guards = {module.guard: torch.zeros(0) for module in replacements(model).values()}
+    found: dict[str, Tensor] = revert_weight_conversion(model, {**model.state_dict(), **dict(list(guards.items())[:1])})
+    return found
 
 
 def same(stored: Tensor, own: Tensor) -> bool:
+    if own.device.type == "meta":  # offloaded: it is on disk already
+        return stored.shape == own.shape
     return torch.equal(stored, cast({"": own}, stored.dtype)[""].cpu())
