@@ -15,10 +15,11 @@ from compressor.cache import Cache
 from compressor.dissecting import Hurt, dissect
 from compressor.evaluating import Evaluation, Losses, compare, compare_parts, evaluate
 from compressor.generating import Talk, choices_along, continue_greedily, talk
-from compressor.models import identify
 from compressor.progress import Progress
 from compressor.tasks import Drop, Scores, Task, compare_scores, longest, score, task_key
 from compressor.text import Text
+
+Identity = Mapping[str, Any]  # of `models.identify`, or of `patching.identify_patched`
 
 
 @dataclass(frozen=True)
@@ -112,17 +113,17 @@ class Evaluator:
         self.confidence, self.batch_size, self.seed = confidence, batch_size, seed
         self.progress = progress or Progress()
         self.cache = cache or Cache(None, self.progress)
-        self.off = Cache(None, self.progress)
+        self.tokenizer_sha256 = tokenizer_sha256(tokenizer) if tasks else ""
 
-    def measure(self, model: Any, step: str, *, stored: bool) -> Measured:
-        """`stored`: the model is as it lies on disk, so what is measured may be kept under its hash."""
+    def measure(self, model: Any, step: str, identity: Identity) -> Measured:
+        """`identity`: all that the model's outputs depend on; what is measured of it is kept under that name."""
         return Measured(
-            self.losses(model, step, stored=stored),
-            self.scores(model, step, stored=stored),
-            self.written(model, step, stored=stored),
+            self.losses(model, step, identity),
+            self.scores(model, step, identity),
+            self.written(model, step, identity),
         )
 
-    def losses(self, model: Any, step: str, *, stored: bool) -> Losses:
+    def losses(self, model: Any, step: str, identity: Identity) -> Losses:
         split = self.text.verification
 
         def run() -> dict[str, Tensor]:
@@ -130,21 +131,22 @@ class Evaluator:
             return {"nats": evaluate(model, split.windows, **options).nats}
 
         key = {"text": split.sha256, "seq_len": self.text.seq_len}
-        return Losses(self.kept(f"{step} text", model, key, run, stored)["nats"])
+        return Losses(self.kept(f"{step} text", key, run, identity)["nats"])
 
-    def scores(self, model: Any, step: str, *, stored: bool) -> dict[str, Scores]:
-        def run(task: Task) -> Scores:
+    def scores(self, model: Any, step: str, identity: Identity) -> dict[str, Scores]:
+        return {task.name: self.score(model, task, step, identity) for task in self.tasks}
+
+    def score(self, model: Any, task: Task, step: str, identity: Identity, only: Sequence[int] | None = None) -> Scores:
+        """One task, or of it the documents `only`."""
+        key = {**task_key(task, longest(model)), "tokenizer": self.tokenizer_sha256, "only": only}
+
+        def run() -> Scores:
             options: dict[str, Any] = {"batch_size": self.batch_size, "progress": self.progress, "step": step}
-            return score(model, self.tokenizer, task, **options)
+            return score(model, self.tokenizer, task, only=only, **options)
 
-        tokenizer = tokenizer_sha256(self.tokenizer) if self.tasks else ""
-        found = {}
-        for task in self.tasks:
-            key = {**task_key(task, longest(model)), "tokenizer": tokenizer}
-            found[task.name] = self.kept(f"{step} {task.name}", model, key, lambda task=task: run(task), stored)
-        return found
+        return self.kept(f"{step} {task.name}", key, run, identity)
 
-    def written(self, model: Any, step: str, *, stored: bool) -> Tensor | None:
+    def written(self, model: Any, step: str, identity: Identity) -> Tensor | None:
         if not self.prompts:
             return None
         name = f"{step} writes"
@@ -153,9 +155,9 @@ class Evaluator:
         def run() -> dict[str, Tensor]:
             return {"written": continue_greedily(model, self.prompts, self.tokens, self.progress, name)}
 
-        return self.kept(name, model, key, run, stored)["written"]
+        return self.kept(name, key, run, identity)["written"]
 
-    def along(self, model: Any, written: Tensor, step: str, *, stored: bool) -> Tensor:
+    def along(self, model: Any, written: Tensor, step: str, identity: Identity) -> Tensor:
         """What the model would say at every step of another's continuations."""
         prompts = [prompt.tolist() for prompt in self.prompts]
         key = {"prompts": prompts, "along": written.tolist()}
@@ -163,12 +165,10 @@ class Evaluator:
         def run() -> dict[str, Tensor]:
             return {"along": choices_along(model, self.prompts, written, self.progress, f"{step} agrees")}
 
-        return self.kept(f"{step} agrees", model, key, run, stored)["along"]
+        return self.kept(f"{step} agrees", key, run, identity)["along"]
 
-    def kept(self, step: str, model: Any, key: Mapping[str, Any], run: Any, stored: bool) -> dict[str, Tensor]:
-        cache = self.cache if stored else self.off
-        identity = {**identify(model), "batch_size": self.batch_size} if stored else {}
-        found: dict[str, Tensor] = cache.get(step, {**identity, **key}, run)
+    def kept(self, step: str, key: Mapping[str, Any], run: Any, identity: Identity) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.cache.get(step, {**identity, "batch_size": self.batch_size, **key}, run)
         return found
 
     def compare_texts(self, before: Losses, after: Losses) -> dict[str, Evaluation]:
@@ -180,12 +180,12 @@ class Evaluator:
             for task in self.tasks
         }
 
-    def assess(self, before: Measured, after: Measured, compressed: Any, *, stored: bool) -> Assessment:
+    def assess(self, before: Measured, after: Measured, compressed: Any, identity: Identity) -> Assessment:
         """`compressed` is the model of `after`: it is asked about the source's continuations."""
         texts = self.compare_texts(before.losses, after.losses)
         said = None
         if before.written is not None and after.written is not None:
-            along = self.along(compressed, before.written, "compressed", stored=stored)
+            along = self.along(compressed, before.written, "compressed", identity)
             said = talk(self.tokenizer, self.prompts, before.written, after.written, along, self.seed)
         return Assessment(
             whole=compare(before.losses, after.losses, self.confidence, self.seed),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from compressor import ranks
+from compressor.directories import sync
 from compressor.errors import InputError
+from compressor.locking import held_directory, sweep
 from compressor.progress import Progress
 from compressor.weights import digest
 
 Tensors = dict[str, Tensor]
+PARTIAL = ".partial-"  # an entry that is being written
 
 
 def default_directory() -> Path:
@@ -34,10 +36,11 @@ class Cache:
     """Measurements by key. Without a directory nothing is kept; a damaged entry is measured again."""
 
     def __init__(self, directory: Path | None, progress: Progress) -> None:
-        self.directory, self.progress = directory, progress
+        self.directory, self.progress, self.warned = directory, progress, False
         if directory is not None:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
+                sweep(directory, PARTIAL)
             except OSError as error:
                 raise InputError(
                     f"the cache {directory} cannot be made: {error.strerror}; name another with --cache, or --no-cache"
@@ -48,7 +51,7 @@ class Cache:
         kept = self.find(key)
         if kept is None:
             kept = measure()
-            self.put(key, kept)
+            self.keep(key, kept)
         elif step:
             self.progress.say(f"{step}: measured before")
         return kept
@@ -58,7 +61,7 @@ class Cache:
         kept = self.read_own(key) if ranks.rank() == 0 else None
         return ranks.broadcast(kept) if ranks.agree(kept is not None) else None
 
-    def put(self, key: Mapping[str, Any], found: Tensors) -> None:
+    def keep(self, key: Mapping[str, Any], found: Tensors) -> None:
         if ranks.rank() == 0:
             self.write_own(key, found)
 
@@ -102,14 +105,14 @@ class Cache:
     def write(self, file: Path, words: str, found: Tensors) -> None:
         """One rename, so that a reader never sees half of it. A full disk costs the entry, not the run."""
         try:
-            handle, partial = tempfile.mkstemp(prefix=".partial-", dir=file.parent)
-            os.close(handle)
-            try:
+            with held_directory(file.parent, PARTIAL) as folder:
                 notes = {"key": words, "sha256": digest(sorted(found.items()))}
+                partial = folder / file.name
                 save_file({name: tensor.contiguous() for name, tensor in found.items()}, partial, notes)
+                sync(partial)
                 os.replace(partial, file)
-            except BaseException:
-                os.unlink(partial)
-                raise
+                sync(file.parent)
         except (OSError, SafetensorError) as error:
-            self.progress.say(f"warning: the cache {self.directory} was not written: {error}")
+            if not self.warned:  # one line: a full disk refuses every entry from here on
+                self.progress.say(f"warning: the cache {self.directory} was not written: {error}")
+            self.warned = True

@@ -19,7 +19,7 @@ from compressor.budget import split_name
 from compressor.checkpoint import count_parameters
 from compressor.errors import InputError
 from compressor.jobs import Setting, make_evaluator, name_tasks, open_text, placing, timings
-from compressor.models import load, source_of
+from compressor.models import identify, load, source_of
 from compressor.page import page
 from compressor.planfile import Part, PlannedBlock, PlannedBudget, PlannedReplacement, PlannedSource, list_mistakes
 from compressor.records import describe_assessment, describe_source, describe_text, describe_tool
@@ -157,9 +157,9 @@ def check(directory: Path, options: dict[str, Any], gate: Gate, setting: Setting
     if baseline is not None and gate.baseline is not None:
         refuse_other_model(baseline, source, counts[0], gate.baseline)
     evaluator = make_evaluator(recipe, original, tokenizer, text, tasks, setting)
-    before = evaluator.measure(original, "source", stored=True)
-    after = evaluator.measure(compressed, "compressed", stored=True)
-    found = evaluator.assess(before, after, compressed, stored=True)
+    before = evaluator.measure(original, "source", identify(original))
+    after = evaluator.measure(compressed, "compressed", identify(compressed))
+    found = evaluator.assess(before, after, compressed, identify(compressed))
     report = {
         **describe_tool(),
         "directory": str(directory),

@@ -12,7 +12,8 @@ from typer.core import TyperGroup
 
 from compressor import __version__
 from compressor import options as opt
-from compressor.errors import DONE, INTERRUPTED, MISSED, explain, fail
+from compressor.errors import DONE, INTERRUPTED, MISSED, explain
+from compressor.interrupting import interrupts
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -330,16 +331,15 @@ def main() -> None:
     # transformers and tokenizers print advice that is not for the user of this command.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    try:
-        code = app(standalone_mode=False)
-    except KeyboardInterrupt:
-        sys.exit(fail("interrupted; nothing was written", INTERRUPTED))
-    except BaseException as error:
-        if isinstance(error, SystemExit):
-            raise
-        if "--debug" in sys.argv[1:]:
-            raise
-        sys.exit(explain(error))
-    if code == INTERRUPTED:  # typer makes an interrupt this code, in silence
-        fail("interrupted; nothing was written", INTERRUPTED)
+    with interrupts(resumes="--no-cache" not in sys.argv[1:]) as caught:
+        try:
+            code = app(standalone_mode=False)
+            if code == INTERRUPTED:  # typer makes an interrupt this code, in silence
+                code = caught.tell()
+        except KeyboardInterrupt:
+            code = caught.tell()
+        except Exception as error:
+            if "--debug" in sys.argv[1:]:
+                raise
+            code = caught.tell() if caught.number else explain(error)
     sys.exit(code or DONE)

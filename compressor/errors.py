@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import sys
+from collections.abc import Iterator
 
 DONE, MISSED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+ALLOCATION = re.compile("out of memory|can't allocate memory|not enough memory", re.IGNORECASE)  # as torch says it
 
 
 class InputError(Exception):
@@ -16,16 +22,48 @@ class BudgetError(Exception):
 
 
 def explain(error: BaseException) -> int:
+    if any(is_out_of_memory(cause) for cause in causes(error)):
+        return fail("out of memory; try a smaller --batch-size, --seq-len or model", BAD_INPUT)
     if isinstance(error, (BudgetError, InputError)):
         return fail(str(error), MISSED if isinstance(error, BudgetError) else BAD_INPUT)
     if hasattr(error, "format_message"):  # the command line itself was wrong
         return fail(f"{error.format_message().rstrip('.')}; see compress --help", BAD_INPUT)
-    if type(error).__name__ == "Abort":
+    if type(error).__name__ == "Abort":  # the end of the input where a question was asked
         return fail("interrupted; nothing was written", INTERRUPTED)
-    if isinstance(error, MemoryError):
-        return fail("out of memory; try a smaller --batch-size, --seq-len or model", BAD_INPUT)
+    if number_of(error) in NO_ROOM:
+        return fail(f"out of disk ({disk_reason(error)}); make room and give the same command again", BAD_INPUT)
     reason = " ".join(str(error).split())[:300]
     return fail(f"unexpected {type(error).__name__}: {reason}; run again with --debug and report it", BAD_INPUT)
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Python's own, the system's, or torch's, which is a RuntimeError with words."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return number_of(error) == errno.ENOMEM or (isinstance(error, RuntimeError) and bool(ALLOCATION.search(str(error))))
+
+
+def number_of(error: BaseException) -> int | None:
+    """The system's number of an error; libraries written in Rust give it in words."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
+
+
+def disk_reason(error: BaseException) -> str | None:
+    """Why the system did not write, or None for an error that is not the system's."""
+    number = number_of(error)
+    if number is not None:
+        return os.strerror(number)
+    return str(error) if isinstance(error, OSError) else None
 
 
 def fail(message: str, code: int) -> int:

@@ -52,16 +52,22 @@ class Fitter:
     def in_order(self, forms: Forms) -> dict[int, Replacement]:
         """Every block on the inputs that it will really get, towards the stream of the original model.
 
-        How far towards it, and how near to the original weights, is chosen on held-out rows, block by block. The model
-        is left as it was.
+        How far towards it, and how near to the original weights, is chosen on held-out rows, block by block. A block
+        that was fitted before, behind the same replacements, is taken from disk. The model is left as it was.
         """
-        done: dict[int, Replacement] = {}
-        originals: dict[str, torch.nn.Module] = {}
+        done = self.fitted_before(forms)
+        rest = [self.blocks[index] for index in sorted(forms)[len(done) :]]
+        if done:
+            self.progress.say(f"compensate: {len(done)} of {len(forms)} blocks fitted before")
+        if not rest:
+            return done
         present = self.streams_at(min(forms))
         wanted = [stream.copy() for stream in present]
-        chosen = [self.blocks[index] for index in sorted(forms)]
+        for original in wanted:
+            original.advance(rest[0].index)
+        originals = swap(self.model, {self.blocks[index].path: module for index, module in done.items()})
         try:
-            for block in self.progress.track("compensate", chosen, len(chosen), f"{len(chosen)} blocks"):
+            for block in self.progress.track("compensate", rest, len(rest), f"{len(rest)} blocks"):
                 survey, outer, bias, root = self.open(block.index)
                 both = []
                 gain = None
@@ -76,10 +82,28 @@ class Fitter:
                 strength = choose_strength(both[0], both[1], outer, kept, form.rank, root)
                 fitted = best_fit(both[0], bias, outer, form, survey.orders, root, survey.ridges, strength)
                 done[block.index] = self.module(survey, form, fitted)
+                self.statistics.cache.keep(self.key(forms, block.index), pack(done[block.index], self.dtype))
                 originals |= swap(self.model, {block.path: done[block.index]})
         finally:
             restore(self.model, originals)
         return done
+
+    def key(self, forms: Forms, index: int) -> dict[str, Any]:
+        """All that a block's compensated fit depends on: what stands in it and before it."""
+        before = {i: str(form) for i, form in sorted(forms.items()) if i <= index}
+        return {**self.statistics.key(self.blocks[index]), "what": "fit", "forms": before}
+
+    def fitted_before(self, forms: Forms) -> dict[int, Replacement]:
+        """The first blocks of a plan, as far as their compensated fits are on disk."""
+        found: dict[int, Replacement] = {}
+        for index, form in sorted(forms.items()):
+            kept = self.statistics.cache.find(self.key(forms, index))
+            if kept is None:
+                break
+            module = empty_replacement(self.blocks[index], self.surveys[index].neurons, form)
+            module.load_state_dict(kept)
+            found[index] = settle(module, self.model, self.blocks[index], self.dtype)
+        return found
 
     def streams_at(self, index: int) -> list[Stream]:
         """The fitting and the held-out windows before a layer, in the original model."""
@@ -108,8 +132,13 @@ def settle(module: Replacement, model: Any, block: Block, stored: torch.dtype) -
     return module.to(stored).to(**placing(model, block))
 
 
-def build_replacement(block: Block, neurons: Neurons | None, form: Form, fitted: Fitted) -> Replacement:
-    """The module of one fit, in float64."""
+def pack(module: Replacement, stored: torch.dtype) -> dict[str, Tensor]:
+    """The weights as they are kept on disk; they were rounded to this dtype before, so nothing is lost."""
+    return {name: tensor.detach().to(stored).cpu() for name, tensor in module.state_dict().items()}
+
+
+def empty_replacement(block: Block, neurons: Neurons | None, form: Form) -> Replacement:
+    """A module of this form for this block, in float64 and all zeros."""
     given: dict[str, Any] = {}
     if form.neurons:
         assert neurons is not None
@@ -118,6 +147,12 @@ def build_replacement(block: Block, neurons: Neurons | None, form: Form, fitted:
         block.width, form.rank, block.residual_inside, neurons=form.neurons, dtype=ACCUMULATION_DTYPE, **given
     )
     module.bypass = block.bypass
+    return module
+
+
+def build_replacement(block: Block, neurons: Neurons | None, form: Form, fitted: Fitted) -> Replacement:
+    """The module of one fit, in float64."""
+    module = empty_replacement(block, neurons, form)
     with torch.no_grad():
         module.bias.copy_(fitted.bias)
         if form.rank is None:

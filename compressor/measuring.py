@@ -115,7 +115,7 @@ class _Measurer:
             streams = self.streams(missing[0]) if missing else []
             for group in ranks.groups(missing):
                 for block, kept in zip(group, self.look(group, *streams), strict=True):
-                    self.cache.put(self.place(block), kept)
+                    self.cache.keep(self.place(block), kept)
                     read = partial(self.read, block) if self.cache.directory else partial(dict, kept)
                     found[block.index] = unpack_block(block, kept, read)
                     advance(1)

@@ -57,9 +57,7 @@ Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:N, mps  
 Dtype = Annotated[str | None, typer.Option(help="to compute in: auto, float32, bfloat16, float16  [auto]")]
 LowMemory = Annotated[
     bool | None,
-    typer.Option(
-        "--low-memory", help="leave weights on disk, read each layer when it runs: same result, slower"
-    ),
+    typer.Option("--low-memory", help="leave weights on disk, read each layer when it runs: same result, slower"),
 ]
 Revision = Annotated[str | None, typer.Option(help="commit, branch or tag of a hub id")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="run code that comes with the model")]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
 from compressor.blocks import Block
 from compressor.modeling_compressor import Replacement, restore, specs, swap
+from compressor.models import identify
+from compressor.weights import digest
 
-__all__ = ["Originals", "patch", "patched", "specs", "unpatch"]
+__all__ = ["Originals", "identify_patched", "patch", "patched", "specs", "unpatch"]
 
 Originals = dict[str, nn.Module]  # what stood at each path before the patch
 
@@ -49,3 +53,12 @@ def patched(model: nn.Module, blocks: Sequence[Block], replacements: Mapping[int
         yield
     finally:
         unpatch(model, originals)
+
+
+def identify_patched(model: Any, replacements: Mapping[int, Replacement]) -> dict[str, Any]:
+    """All that a stored model's outputs depend on while these replacements are in it."""
+    replaced = {
+        str(index): [json.dumps(module.spec(), sort_keys=True), digest(sorted(module.state_dict().items()))]
+        for index, module in sorted(replacements.items())
+    }
+    return {**identify(model), "replaced": replaced}

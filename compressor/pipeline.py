@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from compressor import recipe as recipes
 from compressor.assessing import Evaluator, Measured
 from compressor.blocks import find_blocks
+from compressor.capacity import require_disk
 from compressor.checkpoint import count_parameters
+from compressor.directories import reserved
 from compressor.errors import BudgetError, InputError
 from compressor.figures import draw_frontier
 from compressor.jobs import Job, Setting, measure_once, open_job, study_of
 from compressor.linearity import describe_profile
 from compressor.modeling_compressor import Replacement
-from compressor.models import source_of
-from compressor.patching import patch, patched
+from compressor.models import identify, source_of
+from compressor.patching import identify_patched, patch, patched
 from compressor.planfile import read_plan
 from compressor.planning import Plan, Planner, fit_forms
 from compressor.recipe import Recipe
 from compressor.records import describe_assessment, describe_budget, describe_plan, describe_speed, put_replacements
-from compressor.saving import check_output, save, write_json
+from compressor.rereading import TOKENS
+from compressor.saving import RECORD, write_json, write_result
 from compressor.studying import Study
 from compressor.text import SPLITS
 from compressor.timing import flops_per_token, measure_speed
 from compressor.trials import Bench
 from compressor.walkback import refuse_missed, search_and_verify
+
+REPORT_BYTES = 10 * 2**20
 
 
 def prepare(
@@ -35,7 +41,7 @@ def prepare(
     recipe = job.recipe
     options: dict[str, Any] = {"batch_size": recipe.batch_size, "seed": recipe.seed, "progress": job.setting.progress}
     measured = measure_once(job, job.text)
-    verified = evaluator.losses(job.model, "verify", stored=True)
+    verified = evaluator.losses(job.model, "verify", identify(job.model))
     bench = Bench(job.model, job.text, confidence=recipe.confidence, cache=job.setting.cache, **options)
     how: dict[str, Any] = {"objective": recipe.objective, "compensate": compensate}
     planner = Planner(bench, measured, evaluator.budgets, verified=verified, **how)
@@ -100,13 +106,14 @@ def describe_point(job: Job, found: Plan, whole: dict[str, Any]) -> dict[str, An
 def compress(recipe: Recipe, setting: Setting) -> dict[str, Any]:
     """The whole job. BudgetError, and nothing written, when no plan holds on the verification text and the tasks."""
     recipe.require_budget()
-    out = require_out(recipe)
-    job = open_job(recipe, setting)
-    evaluator = job.evaluator()
-    planner, report = prepare(job, evaluator, studied=True)
-    found, before, after, looks = search_and_verify(planner, evaluator)
-    report = {**describe_plan(report, found), "verification_looks": looks}
-    return finish(job, evaluator, found.fits, before, after, report, out)
+    with reserved_out(recipe, setting) as out:
+        job = open_job(recipe, setting)
+        require_room(job, out)
+        evaluator = job.evaluator()
+        planner, report = prepare(job, evaluator, studied=True)
+        found, before, after, looks = search_and_verify(planner, evaluator)
+        report = {**describe_plan(report, found), "verification_looks": looks}
+        return finish(job, evaluator, found.fits, before, after, report, out)
 
 
 def apply(recipe: Recipe, plan_file: Path, setting: Setting) -> dict[str, Any]:
@@ -117,30 +124,42 @@ def apply(recipe: Recipe, plan_file: Path, setting: Setting) -> dict[str, Any]:
     recorded = {key: value for key, value in plan.recipe.items() if key not in ("out", "overwrite")}
     recipe = recipes.validate({**recorded, **given}, f"plan {plan_file}")
     recipe.require_budget()
-    out = require_out(recipe)
     if not forms:
         raise InputError(f"plan {plan_file} replaces no block; there is nothing to apply")
-    job = open_job(recipe, setting)
-    if source_of(job.model).weights_sha256 != plan.source.weights_sha256:
-        raise InputError(f"plan {plan_file} was made for other weights ({plan.source.model}) than {recipe.model}")
-    evaluator = job.evaluator()
-    before = evaluator.measure(job.model, "source", stored=True)
-    options: dict[str, Any] = {"batch_size": recipe.batch_size, "cache": setting.cache, "progress": setting.progress}
-    fits = fit_forms(job.model, forms, job.text, compensated=plan.compensated, **options)
-    with patched(job.model, find_blocks(job.model), fits):
-        after = evaluator.measure(job.model, "compressed", stored=False)
-    refuse_missed(evaluator, before, after, forms)
-    record["recipe"] = job.recipe.settings()
-    record["parameters"] = {"before": count_parameters(job.model)}
-    sizes = {block.index: block.parameters for block in find_blocks(job.model)}
-    record["blocks"] = [{**b, "params_before": sizes[b["index"]]} for b in record["blocks"] if b["index"] in sizes]
-    return finish(job, evaluator, fits, before, after, put_replacements(record, fits), out)
+    with reserved_out(recipe, setting) as out:
+        job = open_job(recipe, setting)
+        require_room(job, out)
+        if source_of(job.model).weights_sha256 != plan.source.weights_sha256:
+            raise InputError(f"plan {plan_file} was made for other weights ({plan.source.model}) than {recipe.model}")
+        evaluator = job.evaluator()
+        before = evaluator.measure(job.model, "source", identify(job.model))
+        options: dict[str, Any] = {
+            "batch_size": recipe.batch_size,
+            "cache": setting.cache,
+            "progress": setting.progress,
+        }
+        fits = fit_forms(job.model, forms, job.text, compensated=plan.compensated, **options)
+        identity = identify_patched(job.model, fits)
+        with patched(job.model, find_blocks(job.model), fits):
+            after = evaluator.measure(job.model, "compressed", identity)
+        refuse_missed(evaluator, before, after, forms)
+        record["recipe"] = job.recipe.settings()
+        record["parameters"] = {"before": count_parameters(job.model)}
+        sizes = {block.index: block.parameters for block in find_blocks(job.model)}
+        record["blocks"] = [{**b, "params_before": sizes[b["index"]]} for b in record["blocks"] if b["index"] in sizes]
+        return finish(job, evaluator, fits, before, after, put_replacements(record, fits), out)
 
 
-def require_out(recipe: Recipe) -> Path:
+def reserved_out(recipe: Recipe, setting: Setting) -> AbstractContextManager[Path]:
     if recipe.out is None:
         raise InputError("--out is missing: name the directory to write, such as --out ./smaller")
-    return check_output(recipe.out, recipe.overwrite, recipe.model)
+    return reserved(recipe.out, recipe.overwrite, recipe.model, RECORD, setting.progress.say)
+
+
+def require_room(job: Job, out: Path) -> None:
+    """The result is at most as large as its source; the figures and the page are small."""
+    weights = count_parameters(job.model) * source_of(job.model).dtype.itemsize
+    job.setting.progress.say(require_disk("the result", weights + REPORT_BYTES, out, "name another --out"))
 
 
 def finish(
@@ -154,9 +173,10 @@ def finish(
 ) -> dict[str, Any]:
     """Measure the speed, patch for good, look at everything once more, save, and complete the record."""
     blocks = find_blocks(job.model)
+    identity = identify_patched(job.model, fits)
     speed = describe_speed(measure_speed(job.model, blocks, fits, job.text.verification.windows))
     patch(job.model, blocks, fits)
-    found = evaluator.assess(before, after, job.model, stored=False)
+    found = evaluator.assess(before, after, job.model, identity)
     timings = job.timings()
     tokens = sum(getattr(job.text, name).tokens for name in SPLITS)
     if speed["prefill_before"]:
@@ -165,5 +185,6 @@ def finish(
     assert count_parameters(job.model) == report["parameters"]["after"]
     header = "Reproduces this checkpoint:\ncompress --recipe recipe.yaml --out NEW_DIRECTORY"
     recipe = recipes.dump(job.recipe, header)
-    save(job.model, job.tokenizer, out, report=report, recipe=recipe, overwrite=job.recipe.overwrite)
+    few, progress = job.text.verification.windows[:1, :TOKENS], job.setting.progress
+    write_result(job.model, job.tokenizer, out, report, recipe, tokens=few, progress=progress)
     return {**report, "out": str(out)}

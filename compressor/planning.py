@@ -18,13 +18,12 @@ from compressor.fitting import Fitter
 from compressor.forms import Form, Forms, name_all
 from compressor.frontier import CLOSE_ENOUGH, Option, bracket, efficient, sequence
 from compressor.modeling_compressor import Replacement
-from compressor.patching import patch, patched
+from compressor.patching import patch
 from compressor.profiles import Profile
 from compressor.progress import Progress
 from compressor.sensitivity import Damage
 from compressor.statistics import Statistics
 from compressor.text import Text
-from compressor.timing import slower
 from compressor.trials import Bench, Trial, label
 from compressor.verdicts import Verdict, judge
 
@@ -203,17 +202,12 @@ class Planner:
 
     def slow_forms(self, forms: Forms) -> set[Form]:
         """Forms that run slower than the block they would replace. Fewer neurons alone never do."""
-        fits = self.bench.fits(forms, False)
-        for index, form in forms.items():
-            if form not in self.bench.slow and form.rank != 0:
-                # Twice, for a form must not be refused because the machine was busy for a moment.
-                self.bench.slow[form] = all(slower(self.model, self.blocks[index], fits[index]) for _ in range(2))
-        return {form for form in forms.values() if self.bench.slow.get(form)}
+        timed = {index: form for index, form in forms.items() if form.rank != 0}
+        return {form for index, form in timed.items() if self.bench.is_slower(form, index, forms)}
 
     def verify(self, plan: Plan) -> Losses:
         """The plan's losses on the verification text, which no search has seen."""
-        with patched(self.model, self.blocks, plan.fits):
-            return self.bench.losses(self.text.verification.windows, "verify")
+        return self.bench.measure(plan.forms, plan.compensated, self.text.verification, "verify")
 
     def without(self, plan: Plan, index: int) -> Plan | None:
         """The plan with one block restored and the rest fitted again; a block that stands alone gets a milder form."""

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from compressor import ranks
 from compressor.blocks import Block, Rows, watch
+from compressor.capacity import available_memory
 from compressor.moments import ACCUMULATION_DTYPE, Moments
 from compressor.progress import Progress
 from compressor.regression import AffineMap, decompose, feature_errors, r_squared, solve
@@ -85,7 +85,7 @@ def moments_of(x: Tensor, y: Tensor) -> Moments:
 
 def affordable(width: int) -> int:
     """How many rows of this width a probe can have in memory."""
-    return int(MEMORY_SHARE * psutil.virtual_memory().available) // (4 * COPIES * width)
+    return int(MEMORY_SHARE * available_memory()) // (4 * COPIES * width)
 
 
 def draw_windows(text: Text, width: int, progress: Progress, seed: int = 0) -> tuple[Tensor, Tensor, bool]:

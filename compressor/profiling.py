@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from compressor.directories import reserved
 from compressor.jobs import Job, Setting, absolute, measure_once, open_job, open_text, predict_once, study_of
 from compressor.linearity import describe_corpora, describe_profile
 from compressor.markup import last_part
 from compressor.recipe import Recipe
 from compressor.records import describe_tool
-from compressor.saving import PROFILE, check_output, save_profile
+from compressor.saving import PROFILE, save_profile
 from compressor.text import UNNAMED, Text, group
 
 
 def profile(recipe: Recipe, models: Sequence[str], setting: Setting, *, write: bool = True) -> dict[str, Any]:
     """Measure every model and, unless only the numbers are wanted, write the report. Nothing is replaced for good."""
     names = list(models) or [recipe.model or ""]
-    out = place_of(recipe, names) if write or recipe.out else None
+    with place_of(recipe, names, setting) if write or recipe.out else nullcontext() as out:
+        report = profile_all(recipe, names, setting)
+        return {**report, "out": str(save_profile(report, out))} if out else report
+
+
+def profile_all(recipe: Recipe, names: Sequence[str], setting: Setting) -> dict[str, Any]:
     wanted = [recipe.model_copy(update={"model": name or None}) for name in names]
     for other in wanted[1:]:  # the last model must not be refused when the first has taken an hour
         open_corpora(other, setting)
     found = [profile_one(one, setting) for one in wanted]
-    report = found[0] if len(found) == 1 else {**describe_tool(), "profiles": found}
-    return {**report, "out": str(save_profile(report, out))} if out else report
+    return found[0] if len(found) == 1 else {**describe_tool(), "profiles": found}
 
 
-def place_of(recipe: Recipe, names: list[str]) -> Path:
+def place_of(recipe: Recipe, names: list[str], setting: Setting) -> AbstractContextManager[Path]:
     """Where the report goes: as the recipe says, else a place of its own, where an earlier report is replaced."""
-    if recipe.out is not None:
-        return check_output(recipe.out, recipe.overwrite, recipe.model, PROFILE)
     name = f"{last_part(names[0])}-profile" if len(names) == 1 else "profile"
-    return check_output(name, True, recipe.model, PROFILE)
+    overwrite = recipe.overwrite if recipe.out is not None else True
+    return reserved(recipe.out or name, overwrite, recipe.model, PROFILE, setting.progress.say)
 
 
 def open_corpora(recipe: Recipe, setting: Setting) -> tuple[Job, dict[str, Text]]:

@@ -6,76 +6,28 @@ import csv
 import json
 import math
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from compressor.card import card
 from compressor.charting import charts_of
 from compressor.checkpoint import write_checkpoint
-from compressor.errors import InputError
+from compressor.directories import reserved, whole_directory
+from compressor.errors import InputError, disk_reason
 from compressor.figures import draw
 from compressor.linearity import tables_of
 from compressor.models import quiet, source_of
 from compressor.page import page
+from compressor.progress import Progress
 from compressor.records import describe_model
+from compressor.rereading import first_tokens, verify_written
 
 RECORD = "compression.json"
 PROFILE = "profile.json"
-
-
-def check_output(out: str | Path, overwrite: bool, source: str | Path | None = None, record: str = RECORD) -> Path:
-    """Refuse an output directory that cannot be had, before any work; return its absolute path.
-
-    Only a directory that holds this tool's record is ever replaced.
-    """
-    target = Path(os.path.abspath(Path(out).expanduser()))
-    if source is not None and Path(source).exists() and target.exists() and os.path.samefile(source, target):
-        raise InputError(f"--out {out} is the source model itself; name another directory")
-    if target.exists() and not target.is_dir():
-        raise InputError(f"--out {out} is a file; name a directory")
-    try:
-        if target.is_dir() and any(target.iterdir()):
-            if not overwrite:
-                raise InputError(f"--out {out} exists and is not empty; name another directory or add --overwrite")
-            if not (target / record).is_file():
-                raise InputError(f"--out {out} was not written by compress, so --overwrite leaves it alone; remove it")
-        parent = next(folder for folder in target.parents if folder.exists())
-        tempfile.TemporaryDirectory(prefix=f".{target.name}.probe-", dir=parent).cleanup()
-    except OSError as error:
-        raise InputError(f"--out {out} cannot be written: {error.strerror}; name another directory") from error
-    return target
-
-
-@contextmanager
-def whole_directory(target: Path) -> Iterator[Path]:
-    """A directory beside the target that takes its place when the block ends well, and vanishes when it does not."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
-    try:
-        yield partial
-        mask = current_umask()  # temporary directories and safetensors files are made for their owner alone
-        for path in (partial, *partial.rglob("*")):
-            path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
-        if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old-", dir=target.parent)) / "old"
-            target.rename(old)
-            partial.rename(target)
-            shutil.rmtree(old.parent)
-        else:
-            partial.rename(target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def current_umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def save(
@@ -88,33 +40,54 @@ def save(
     overwrite: bool = False,
 ) -> Path:
     """Save a model (with the replacements that are in it) in its source's dtype, with its record and card."""
-    target = check_output(out, overwrite, source_of(model).model)
-    report = report or describe_model(model)
-    try:
-        with whole_directory(target) as partial:
-            with quiet():
-                write_checkpoint(model, tokenizer, partial, dtype=source_of(model).dtype)
-            write_json(partial / RECORD, report)
-            (partial / "README.md").write_text(card(report), encoding="utf-8")
-            if "perplexity" in report:
-                write_report(partial, report)
-            if recipe is not None:
-                (partial / "recipe.yaml").write_text(recipe, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--out {out} cannot be written: {error.strerror or error}; nothing was kept") from error
+    progress = Progress()
+    with reserved(out, overwrite, source_of(model).model, RECORD, progress.say) as target:
+        return write_result(model, tokenizer, target, report or describe_model(model), recipe, progress=progress)
+
+
+def write_result(
+    model: Any,
+    tokenizer: Any,
+    target: Path,
+    report: dict[str, Any],
+    recipe: str | None = None,
+    *,
+    tokens: Tensor | None = None,
+    progress: Progress,
+) -> Path:
+    """Everything into a directory that is reserved; it appears when what was written is found to be the model."""
+    with refusing_disk(target), whole_directory(target) as partial:
+        with quiet():
+            write_checkpoint(model, tokenizer, partial, dtype=source_of(model).dtype)
+        verify_written(partial, model, first_tokens(model) if tokens is None else tokens, progress)
+        write_json(partial / RECORD, report)
+        (partial / "README.md").write_text(card(report), encoding="utf-8")
+        if "perplexity" in report:
+            write_report(partial, report)
+        if recipe is not None:
+            (partial / "recipe.yaml").write_text(recipe, encoding="utf-8")
     return target
+
+
+@contextmanager
+def refusing_disk(target: Path) -> Iterator[None]:
+    """A disk that is full, or gone, is one line, whichever library wrote to it."""
+    try:
+        yield
+    except Exception as error:
+        reason = None if isinstance(error, InputError) else disk_reason(error)
+        if reason is None:
+            raise
+        raise InputError(f"--out {target} cannot be written: {reason}; nothing was kept") from error
 
 
 def save_profile(report: dict[str, Any], target: Path) -> Path:
     """The report of a profile as a directory: the page, the figures, and the numbers as JSON and CSV."""
-    try:
-        with whole_directory(target) as partial:
-            write_json(partial / PROFILE, report)
-            for name, rows in tables_of(report).items():
-                write_csv(partial / f"{name}.csv", rows)
-            write_report(partial, report)
-    except OSError as error:
-        raise InputError(f"--out {target} cannot be written: {error.strerror or error}; nothing was kept") from error
+    with refusing_disk(target), whole_directory(target) as partial:
+        write_json(partial / PROFILE, report)
+        for name, rows in tables_of(report).items():
+            write_csv(partial / f"{name}.csv", rows)
+        write_report(partial, report)
     return target
 
 

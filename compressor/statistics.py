@@ -6,20 +6,22 @@ closed-form solve with no new pass. They are kept on disk, so that only one bloc
 
 from __future__ import annotations
 
-import shutil
 import tempfile
+import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from compressor import ranks
 from compressor.blocks import Block, Rows, find_blocks, watch
 from compressor.cache import Cache, Tensors
+from compressor.capacity import amount, available_memory, free_disk
 from compressor.errors import InputError
+from compressor.locking import held_directory, sweep
 from compressor.measuring import PARTS, merge, moments_device, stream_weights
 from compressor.models import identify
 from compressor.moments import ACCUMULATION_DTYPE, Moments
@@ -33,6 +35,7 @@ from compressor.text import Text
 VERSION = 3  # of what is kept
 WORKSPACES = 5  # matrices of the size of the moments that a block needs at once
 MEMORY_SHARE = 0.8
+SCRATCH = "compressor-scratch-"
 
 
 class Statistics:
@@ -47,8 +50,11 @@ class Statistics:
         self.check_disk()
 
     def scratch(self) -> Cache:
-        self.directory = tempfile.TemporaryDirectory(prefix="compressor-")  # gone with this object
-        return Cache(Path(self.directory.name), Progress())
+        """A directory that is gone with this object, or, when the process is killed, with the next run's."""
+        parent, held = Path(tempfile.gettempdir()), ExitStack()
+        sweep(parent, SCRATCH)
+        weakref.finalize(self, held.close)
+        return Cache(held.enter_context(held_directory(parent, SCRATCH)), Progress())
 
     def bytes_of(self, index: int, neurons: Neurons | None) -> int:
         width = self.blocks[index].width
@@ -56,7 +62,7 @@ class Statistics:
 
     def afford(self, found: dict[int, Neurons | None]) -> dict[int, Neurons | None]:
         """Say what memory and disk it takes. Blocks whose neurons are too many for the memory are only linear."""
-        free = int(MEMORY_SHARE * psutil.virtual_memory().available)
+        free = int(MEMORY_SHARE * available_memory())
         sizes = {index: self.bytes_of(index, neurons) for index, neurons in found.items()}
         most = WORKSPACES * max(sizes.values())
         self.progress.say(
@@ -74,7 +80,7 @@ class Statistics:
     def check_disk(self) -> None:
         assert self.cache.directory is not None
         needed = sum(self.bytes_of(index, neurons) for index, neurons in self.neurons.items())
-        free = shutil.disk_usage(self.cache.directory).free
+        free = free_disk(self.cache.directory)
         if needed > free and not all(self.cache.has(self.key(block, "moments")) for block in self.blocks):
             raise InputError(
                 f"the statistics need {amount(needed)} of disk, and {self.cache.directory} has {amount(free)}; "
@@ -130,7 +136,7 @@ class Statistics:
 
         def see(block: Block, rows: Gradients) -> None:
             if block.index in wanted:
-                self.cache.put(self.key(block, "gradients"), {"x": rows.x.cpu(), "y": rows.y.cpu(), "g": rows.g.cpu()})
+                self.cache.keep(self.key(block, "gradients"), {"x": rows.x.cpu(), "y": rows.y.cpu(), "g": rows.g.cpu()})
 
         walk_gradients(self.model, self.blocks, self.text.held_out, see, self.progress)
 
@@ -181,9 +187,9 @@ class Statistics:
         kept = []
         for owner, block in enumerate(group):
             # The moments first: a survey on disk says that they are there too.
-            self.cache.put(self.key(block, "moments"), ranks.broadcast(moments, owner))
+            self.cache.keep(self.key(block, "moments"), ranks.broadcast(moments, owner))
             kept.append(ranks.broadcast(found, owner))
-            self.cache.put(self.key(block), kept[-1])
+            self.cache.keep(self.key(block), kept[-1])
         return kept
 
     def walk_again(self, block: Block) -> Tensors:
@@ -207,10 +213,6 @@ class Statistics:
             if kept is None:
                 raise InputError(f"the cache {self.cache.directory} cannot keep what is measured; see the warnings")
         return unpack_moments(kept)
-
-
-def amount(size: int) -> str:
-    return f"{size / 2**30:.1f} GB" if size >= 2**30 else f"{max(1, size >> 20)} MB"
 
 
 def own_bias(block: Block, neurons: Neurons | None, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compressor.agreement import Agreement, measure_agreement
@@ -18,7 +19,8 @@ from compressor.modeling_compressor import Replacement
 from compressor.patching import patched
 from compressor.progress import Progress
 from compressor.statistics import Statistics
-from compressor.text import UNNAMED, Text
+from compressor.text import UNNAMED, Split, Text
+from compressor.timing import slower
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ class Bench:
         """Fit one plan and measure it on the selection text."""
         key = (compensated, *sorted(forms.items(), key=lambda item: item[0]))
         if key not in self.tried:
-            self.before = self.before or self.on_selection({}, False)
-            after = self.on_selection(forms, compensated)
+            self.before = self.before or self.measure({}, False, self.text.selection, "search")
+            after = self.measure(forms, compensated, self.text.selection, "search")
             found = compare_parts(self.before, after, self.text.parts("selection"), self.confidence, self.seed)
             saved = sum(self.surveys[index].saved(form) for index, form in forms.items())
             self.tried[key] = Trial(dict(forms), predicted, saved, compensated, found)
@@ -89,19 +91,19 @@ class Bench:
             self.progress.say(f"  tried {summary(forms)}{how}: {saved:,} parameters, selection {rises}")
         return self.tried[key]
 
-    def on_selection(self, forms: Forms, compensated: bool) -> Losses:
-        """The losses of a plan on the selection text; what was tried in an earlier run is not run again."""
+    def measure(self, forms: Forms, compensated: bool, split: Split, step: str) -> Losses:
+        """The losses of a plan on one of the texts; what was measured in an earlier run is not run again."""
 
         def run() -> dict[str, Tensor]:
             with patched(self.model, self.blocks, self.fits(forms, compensated) if forms else {}):
-                return {"nats": self.losses(self.text.selection.windows, "search").nats}
+                return {"nats": self.losses(split.windows, step).nats}
 
         key = {
             **self.statistics.key(self.blocks[0]),
             "what": "trial",
             "forms": {index: str(form) for index, form in sorted(forms.items())},
             "compensated": compensated,
-            "selection": self.text.selection.sha256,
+            "measured": split.sha256,
         }
         return Losses(self.cache.get("", key, run)["nats"])
 
@@ -113,6 +115,20 @@ class Bench:
         if key not in self.compensated:
             self.compensated = {key: self.fitter.in_order(forms)}
         return self.compensated[key]
+
+    def is_slower(self, form: Form, index: int, forms: Forms) -> bool:
+        """Whether a form takes longer than the block it replaces. The clock is asked once, and its answer is kept: a
+        run that goes on where it stopped must come to the same plan."""
+        if form not in self.slow:
+
+            def run() -> dict[str, Tensor]:
+                module = self.fits(forms, False)[index]
+                # Twice, for a form must not be refused because the machine was busy for a moment.
+                return {"slower": torch.tensor(all(slower(self.model, self.blocks[index], module) for _ in range(2)))}
+
+            key = {**self.statistics.key(self.blocks[0]), "what": "slower", "form": str(form)}
+            self.slow[form] = bool(self.cache.get("", key, run)["slower"])
+        return self.slow[form]
 
     def trials(self) -> list[Trial]:
         return list(self.tried.values())

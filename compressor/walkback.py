@@ -10,9 +10,10 @@ from compressor.assessing import Evaluator, Measured
 from compressor.errors import BudgetError
 from compressor.evaluating import Evaluation, Losses
 from compressor.forms import Forms, name_all
-from compressor.patching import patched
+from compressor.models import identify
+from compressor.patching import identify_patched, patched
 from compressor.planning import Plan, Planner, ask_all
-from compressor.tasks import Drop, Scores, lost_documents, score
+from compressor.tasks import Drop, Scores, lost_documents
 from compressor.trials import label
 
 MOST_VERIFICATIONS = 5  # looks at the verification text
@@ -28,15 +29,16 @@ def search_and_verify(planner: Planner, evaluator: Evaluator) -> tuple[Plan, Mea
     """
     model, say = planner.model, planner.progress.say
     # All of the source is measured while it is whole; from here on only patched models are.
-    before = replace(evaluator.measure(model, "source", stored=True), losses=planner.verified)
+    before = replace(evaluator.measure(model, "source", identify(model)), losses=planner.verified)
     found, losses, looks = search_text(planner, evaluator, before.losses)
     while True:
+        identity = identify_patched(model, found.fits)
         with patched(model, planner.blocks, found.fits):
-            scores = evaluator.scores(model, "compressed", stored=False)
+            scores = evaluator.scores(model, "compressed", identity)
             drops = evaluator.compare_tasks(before.scores, scores)
             broken = broken_tasks(evaluator, drops)
             if not broken:
-                written = evaluator.written(model, "compressed", stored=False)
+                written = evaluator.written(model, "compressed", identity)
                 return found, before, Measured(losses, scores, written), looks
         refusal = missed_task(evaluator, drops, broken, found.forms)
         index = worst_block(planner, evaluator, found, broken, before.scores, scores)
@@ -114,20 +116,15 @@ def worst_block(
     if len(plan.forms) == 1:
         return next(iter(plan.forms))
     won: dict[int, float] = dict.fromkeys(plan.forms, 0.0)
+    whole = identify_patched(planner.model, plan.fits)
+    others = {i: {k: v for k, v in whole["replaced"].items() if k != str(i)} for i in plan.forms}
+    identities = {index: {**whole, "replaced": replaced} for index, replaced in others.items()}
     for task in (task for task in evaluator.tasks if task.name in broken):
         lost = lost_documents(task, before[task.name], after[task.name], MOST_DOCUMENTS)
         for index in plan.forms if lost else []:
             rest = {i: module for i, module in plan.fits.items() if i != index}
             with patched(planner.model, planner.blocks, rest):
-                found = score(
-                    planner.model,
-                    evaluator.tokenizer,
-                    task,
-                    batch_size=evaluator.batch_size,
-                    progress=planner.progress,
-                    step=f"block {index} back",
-                    only=lost,
-                )
+                found = evaluator.score(planner.model, task, f"block {index} back", identities[index], lost)
             gain = found[task.metric] - after[task.name][task.metric][lost]
             won[index] += task.better * gain.sum().item()
     return max(plan.forms, key=lambda index: (won[index], planner.damages[index].linear, -index))

@@ -83,7 +83,7 @@ def test_a_smaller_but_slower_form_is_not_chosen_for_speed(monkeypatch: pytest.M
         asked.append(replacement.kind)
         return bool(replacement.kind == "hybrid")
 
-    monkeypatch.setattr("compressor.planning.slower", slower)
+    monkeypatch.setattr("compressor.trials.slower", slower)
     model = planted_gpt2()
     bench, profile = Bench(model, TEXT), measure(model, TEXT)
     budgets = {"text": Budget.parse("0.01%")}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
 import threading
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from torch import Tensor
 from compressor import assessing
 from compressor.cache import Cache, default_directory
 from compressor.errors import InputError
+from compressor.locking import held_directory
 from compressor.progress import Progress
 
 KEY = {"text": "abc", "seq_len": 32, "prompts": [[1, 2], [3]]}
@@ -102,7 +105,14 @@ def huge_header(file: Path) -> None:
     file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:])
 
 
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 4
+    file.write_bytes(content)
+
+
 DAMAGES: list[Callable[[Path], Any]] = [
+    flip_a_bit,
     cut_off,
     cut_off_in_the_header,
     huge_header,
@@ -138,6 +148,48 @@ def test_a_directory_in_the_place_of_an_entry(cache: Cache, spoken: Spoken) -> N
     assert measure.calls == 1
     assert all(line.startswith("warning: the cache") for line in spoken.lines)
     assert entries(cache) == [file]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_an_entry_that_cannot_be_read(cache: Cache, spoken: Spoken) -> None:
+    cache.get("step", KEY, Measurement())
+    (file,) = entries(cache)
+    file.chmod(0)
+    measure = Measurement()
+    assert same(cache.get("step", KEY, measure))
+    assert measure.calls == 1
+    assert len(spoken.lines) == 1
+    assert same(cache.get("step", KEY, measure))  # it was replaced
+    assert measure.calls == 1
+
+
+def test_what_a_killed_writer_left_is_gone_with_the_next_run(cache: Cache) -> None:
+    assert cache.directory is not None
+    cache.get("step", KEY, Measurement())
+    (file,) = entries(cache)
+    stale = cache.directory / ".partial-abcdefgh"
+    stale.mkdir()
+    for name in ("lock", file.name):
+        (stale / name).write_bytes(b"half")
+    with held_directory(cache.directory, ".partial-") as alive:
+        Cache(cache.directory, Spoken())
+        assert entries(cache) == sorted([file, alive])
+    assert entries(cache) == [file]
+
+
+def test_a_disk_that_is_too_small_costs_the_entries_and_one_line(cache: Cache, spoken: Spoken) -> None:
+    """A real limit: no file may grow beyond this size."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        for number in range(3):
+            assert same(cache.get("step", {"number": number}, Measurement()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(spoken.lines) == 1
+    assert spoken.lines[0].startswith(f"warning: the cache {cache.directory} was not written: ")
+    assert "File too large" in spoken.lines[0]
+    assert entries(cache) == []
 
 
 def test_an_entry_of_another_key_is_not_taken(cache: Cache) -> None:

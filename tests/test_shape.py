@@ -9,6 +9,10 @@ PACKAGE = Path(__file__).parent.parent / "compressor"
 # Each module may import those before it, never those after it.
 ORDER = [
     "errors",
+    "interrupting",
+    "capacity",
+    "locking",
+    "directories",
     "budget",
     "forms",
     "charts",
@@ -48,8 +52,8 @@ ORDER = [
     "probing",
     "crossing",
     "agreement",
-    "trials",
     "timing",
+    "trials",
     "verdicts",
     "studying",
     "planning",
@@ -69,6 +73,7 @@ ORDER = [
     "page",
     "recipe",
     "planfile",
+    "rereading",
     "saving",
     "baseline",
     "announcing",

@@ -1,0 +1,148 @@
+"""An output directory that appears whole or not at all, whatever ends the process; only one run at a time writes it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from compressor.errors import InputError
+from compressor.interrupting import TRACES
+from compressor.locking import locked
+
+HERE = -100  # AT_FDCWD: paths as they are
+EXCHANGE = 2  # RENAME_EXCHANGE
+
+
+def refuse_output(out: str | Path, overwrite: bool, source: str | Path | None, record: str) -> Path:
+    """Refuse an output directory that cannot be had; return its absolute path.
+
+    Only a directory that holds this tool's record is ever replaced.
+    """
+    target = Path(os.path.abspath(Path(out).expanduser()))
+    if target.is_symlink():
+        raise InputError(f"--out {out} is a symbolic link to {os.readlink(target)}; name the directory itself")
+    if source is not None and Path(source).exists() and target.exists() and os.path.samefile(source, target):
+        raise InputError(f"--out {out} is the source model itself; name another directory")
+    if target.exists() and not target.is_dir():
+        raise InputError(f"--out {out} is a file; name a directory")
+    if target.is_dir() and any(target.iterdir()):
+        if not overwrite:
+            raise InputError(f"--out {out} exists and is not empty; name another directory or add --overwrite")
+        if not (target / record).is_file():
+            raise InputError(f"--out {out} was not written by compress, so --overwrite leaves it alone; remove it")
+    return target
+
+
+@contextmanager
+def reserved(
+    out: str | Path,
+    overwrite: bool,
+    source: str | Path | None,
+    record: str,
+    warn: Callable[[str], None],
+) -> Iterator[Path]:
+    """The absolute path of the output, refused before any work or ours alone while the context is open.
+
+    What a run that was killed left beside it is cleared away first.
+    """
+    with ExitStack() as stack:
+        try:
+            target = refuse_output(out, overwrite, source, record)
+            stack.enter_context(locked(target, warn))
+            clear_leftovers(target)
+            refuse_output(out, overwrite, source, record)  # an earlier result may have been put back
+        except OSError as error:
+            raise InputError(f"--out {out} cannot be written: {error.strerror}; name another directory") from error
+        yield target
+
+
+def clear_leftovers(target: Path) -> None:
+    """Put back an earlier result that was being replaced, and remove what is half done. Only for who has the lock."""
+    names = re.compile(rf"\.{re.escape(target.name)}\.(partial|old)-\w{{8}}")
+    found = {path: names.fullmatch(path.name) for path in target.parent.iterdir()}
+    partial, old = ([p for p, match in found.items() if match and match[1] == kind] for kind in ("partial", "old"))
+    if old and not target.exists():
+        old.pop().rename(target)
+    for path in (*partial, *old):
+        discard(path, target)
+
+
+def beside(target: Path, kind: str, like: Path) -> Path:
+    """Another temporary name beside the target, with the same ending as this one."""
+    return target.with_name(f".{target.name}.{kind}-{like.name[-8:]}")
+
+
+def discard(path: Path, target: Path) -> None:
+    """Remove a directory: first its name, for one that is called old must be whole, then its files."""
+    doomed = path.rename(beside(target, "partial", path))
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+@contextmanager
+def whole_directory(target: Path) -> Iterator[Path]:
+    """A directory beside the target that takes its place when the block ends well, and vanishes when it does not."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    TRACES.unfinished.add(partial)
+    try:
+        yield partial
+        mask = current_umask()  # temporary directories and safetensors files are made for their owner alone
+        for path in (partial, *partial.rglob("*")):
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
+            sync(path)
+        put(partial, target)
+        TRACES.finished = target
+        sync(target.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        TRACES.unfinished.discard(partial)
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def sync(path: Path) -> None:
+    """On the disk itself, not only in the system's memory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        if not path.is_dir():  # some file systems cannot do it for a directory
+            raise
+    finally:
+        os.close(handle)
+
+
+def put(partial: Path, target: Path) -> None:
+    """Rename into place; what stood there has the other name afterwards, or is gone.
+
+    Where the two cannot be exchanged in one step, there is a moment without a target: `clear_leftovers` knows it.
+    """
+    if not target.exists():
+        partial.rename(target)
+    elif not exchange(partial, target):
+        old = target.rename(beside(target, "old", partial))
+        try:
+            partial.rename(target)
+        except BaseException:
+            old.rename(target)
+            raise
+        discard(old, target)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one step, or say that it cannot be done here."""
+    if not sys.platform.startswith("linux"):
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    return rename is not None and rename(HERE, os.fsencode(first), HERE, os.fsencode(second), EXCHANGE) == 0
