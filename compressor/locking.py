@@ -9,13 +9,15 @@ import errno
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from compressor.errors import InputError
 from compressor.interrupting import TRACES
 
+SCRATCH = ".compressor-scratch-"
 HELD = "lock"  # the file in a temporary directory that its owner keeps locked
 
 
@@ -103,6 +105,15 @@ def held_directory(parent: Path, prefix: str) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
         TRACES.unfinished.discard(folder)
+
+
+def scratch_directory(owner: object, parent: Path | None = None) -> Path:
+    """A directory that is gone with its owner, or, when the process is killed, with the next one that makes such."""
+    parent, held = parent or Path(tempfile.gettempdir()), ExitStack()
+    sweep(parent, SCRATCH)
+    folder = held.enter_context(held_directory(parent, SCRATCH))
+    weakref.finalize(owner, held.close)
+    return folder
 
 
 def make_held(parent: Path, prefix: str) -> tuple[Path, int]:

@@ -97,8 +97,7 @@ def load(
     with quiet():
         loaded = load_weights(directory, model, config, computed, trust_remote_code, low_memory)
     if low_memory:
-        layers = [block.layer_path for block in find_blocks(loaded)]
-        stream_weights(loaded, take_index(loaded), layers, target, scratch)
+        leave_on_disk(loaded, target, scratch)
     else:
         with refusing(f"{model} cannot be put on {target}", "use --device cpu"):
             loaded.to(target)
@@ -248,10 +247,13 @@ def load_weights(
     config: PretrainedConfig,
     dtype: torch.dtype,
     trust_remote_code: bool,
-    low_memory: bool = False,
+    on_disk: bool = False,
 ) -> PreTrainedModel:
-    """The model with every weight from the files: what transformers would fill with random numbers is refused."""
-    placing: dict[str, Any] = {"device_map": {"": "disk"}} if low_memory else {}
+    """The model with every weight from the files: what transformers would fill with random numbers is refused.
+
+    `on_disk` makes it ready for `leave_on_disk`.
+    """
+    placing: dict[str, Any] = {"device_map": {"": "disk"}} if on_disk else {}
     with refusing(f"{model} cannot be loaded"):
         loaded, found = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -273,6 +275,12 @@ def load_weights(
         some = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         raise InputError(f"{model} lacks {len(missing)} tensors of its architecture ({some}); save the whole model")
     return loaded
+
+
+def leave_on_disk(loaded: PreTrainedModel, device: torch.device, scratch: Path | None = None) -> None:
+    """Let a model read each layer when it runs."""
+    layers = [block.layer_path for block in find_blocks(loaded)]
+    stream_weights(loaded, take_index(loaded), layers, device, scratch)
 
 
 def take_index(loaded: PreTrainedModel) -> dict[str, tuple[Shard, str]]:

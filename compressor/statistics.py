@@ -6,11 +6,7 @@ closed-form solve with no new pass. They are kept on disk, so that only one bloc
 
 from __future__ import annotations
 
-import tempfile
-import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +17,7 @@ from compressor.blocks import Block, Rows, find_blocks, watch
 from compressor.cache import Cache, Tensors
 from compressor.capacity import amount, available_memory, free_disk
 from compressor.errors import InputError
-from compressor.locking import held_directory, sweep
+from compressor.locking import scratch_directory
 from compressor.measuring import PARTS, merge, moments_device, stream_weights
 from compressor.models import identify
 from compressor.moments import ACCUMULATION_DTYPE, Moments
@@ -35,7 +31,6 @@ from compressor.text import Text
 VERSION = 3  # of what is kept
 WORKSPACES = 5  # matrices of the size of the moments that a block needs at once
 MEMORY_SHARE = 0.8
-SCRATCH = "compressor-scratch-"
 
 
 class Statistics:
@@ -50,11 +45,7 @@ class Statistics:
         self.check_disk()
 
     def scratch(self) -> Cache:
-        """A directory that is gone with this object, or, when the process is killed, with the next run's."""
-        parent, held = Path(tempfile.gettempdir()), ExitStack()
-        sweep(parent, SCRATCH)
-        weakref.finalize(self, held.close)
-        return Cache(held.enter_context(held_directory(parent, SCRATCH)), Progress())
+        return Cache(scratch_directory(self), Progress())
 
     def bytes_of(self, index: int, neurons: Neurons | None) -> int:
         width = self.blocks[index].width

@@ -77,7 +77,7 @@ class Stream:
     ) -> None:
         """With a cache and a key the stream is kept now and then, and begins where it was kept, `latest` at most."""
         weights = weights_of(model)
-        self.directory = Path(weights.scratch.name) if weights else None
+        self.directory = weights.scratch if weights else None
         self.layers = [model.get_submodule(block.layer_path) for block in blocks]
         self.position = 0
         self.kinds = 0  # how many values a layer returns in a tuple; 0 is a bare tensor

@@ -8,7 +8,6 @@ its weights there. Working layer by layer (`stream.Stream`) reads each of them o
 from __future__ import annotations
 
 import ctypes
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compressor.locking import scratch_directory
 from compressor.weights import Shard
 
 WEIGHTS = "compressor_weights"  # the attribute of a model that has its Weights
@@ -74,7 +74,7 @@ class Weights:
 
     def __init__(self, device: torch.device, scratch: Path | None) -> None:
         self.device = device
-        self.scratch = tempfile.TemporaryDirectory(prefix=".partial-streams-", dir=scratch)  # gone with this object
+        self.scratch = scratch_directory(self, scratch)  # for residual streams
         self.slots: dict[str, Slot] = {}  # by every name of the tensor in the model
         self.present: Unit | None = None
 
