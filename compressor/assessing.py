@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from compressor import ranks
 from compressor.budget import Budget
 from compressor.cache import Cache
 from compressor.dissecting import Hurt, dissect
@@ -144,7 +145,7 @@ class Evaluator:
             options: dict[str, Any] = {"batch_size": self.batch_size, "progress": self.progress, "step": step}
             return score(model, self.tokenizer, task, only=only, **options)
 
-        return self.kept(f"{step} {task.name}", key, run, identity)
+        return self.kept(f"{step} {task.name}", key, lambda: ranks.once(run), identity)
 
     def written(self, model: Any, step: str, identity: Identity) -> Tensor | None:
         if not self.prompts:
@@ -155,7 +156,7 @@ class Evaluator:
         def run() -> dict[str, Tensor]:
             return {"written": continue_greedily(model, self.prompts, self.tokens, self.progress, name)}
 
-        return self.kept(name, key, run, identity)["written"]
+        return self.kept(name, key, lambda: ranks.once(run), identity)["written"]
 
     def along(self, model: Any, written: Tensor, step: str, identity: Identity) -> Tensor:
         """What the model would say at every step of another's continuations."""
@@ -165,7 +166,7 @@ class Evaluator:
         def run() -> dict[str, Tensor]:
             return {"along": choices_along(model, self.prompts, written, self.progress, f"{step} agrees")}
 
-        return self.kept(f"{step} agrees", key, run, identity)["along"]
+        return self.kept(f"{step} agrees", key, lambda: ranks.once(run), identity)["along"]
 
     def kept(self, step: str, key: Mapping[str, Any], run: Any, identity: Identity) -> dict[str, Tensor]:
         found: dict[str, Tensor] = self.cache.get(step, {**identity, "batch_size": self.batch_size, **key}, run)

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from compressor import ranks
 from compressor import recipe as recipes
 from compressor.announcing import append_summary, junit, refuse_unwritable
 from compressor.assessing import tokenizer_sha256
@@ -193,6 +194,8 @@ def check(directory: Path, options: dict[str, Any], gate: Gate, setting: Setting
 
 def announce(report: dict[str, Any], now: dict[str, Any], gate: Gate, setting: Setting) -> None:
     """Write what was asked for. A baseline is kept only when the budget holds."""
+    if ranks.rank() > 0:
+        return
     try:
         if gate.baseline is not None and gate.update_baseline and report["passed"]:
             write_json(gate.baseline, now)

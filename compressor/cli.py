@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,20 +76,27 @@ def refuse_early(
 
 
 def begin(trust_remote_code: bool, cache: Path | None = None, no_cache: bool = False) -> Setting:
+    from compressor import ranks
     from compressor.cache import Cache, default_directory
     from compressor.jobs import Setting
     from compressor.progress import Progress
 
-    progress = Progress(visible=True)
+    ranks.begin()
+    progress = Progress(visible=ranks.rank() == 0)
     return Setting(progress, trust_remote_code, Cache(None if no_cache else cache or default_directory(), progress))
 
 
 def emit(report: dict[str, Any], as_json: bool, lines: list[str], table: Table | list[Table] | None) -> None:
-    """The result on stdout: JSON alone, or tables and a few lines."""
+    """The result on stdout, once: JSON alone, or tables and a few lines."""
     from rich.console import Console
 
+    from compressor import ranks
     from compressor.saving import to_json
 
+    first = ranks.rank() == 0
+    ranks.end()
+    if not first:
+        return
     if as_json:
         print(to_json(report))
         return
@@ -331,7 +340,7 @@ def main() -> None:
     # transformers and tokenizers print advice that is not for the user of this command.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    with interrupts(resumes="--no-cache" not in sys.argv[1:]) as caught:
+    with interrupts("--no-cache" not in sys.argv[1:], is_first_to_fail) as caught:
         try:
             code = app(standalone_mode=False)
             if code == INTERRUPTED:  # typer makes an interrupt this code, in silence
@@ -341,5 +350,21 @@ def main() -> None:
         except Exception as error:
             if "--debug" in sys.argv[1:]:
                 raise
-            code = caught.tell() if caught.number else explain(error)
+            with nullcontext() if caught.number or is_first_to_fail() else redirect_stderr(io.StringIO()):
+                ranks = sys.modules.get("compressor.ranks")
+                code = caught.tell() if caught.number else explain(ranks.told(error) if ranks else error)
+    if code and launched() > 1:
+        sys.stderr.flush()
+        os._exit(code)  # the others may be gone, and leaving in order would wait for them
     sys.exit(code or DONE)
+
+
+def launched() -> int:
+    """How many processes a launcher started together, this one included."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first_to_fail() -> bool:
+    """Of several processes one prints the line. Before they have met, that is the first."""
+    found = sys.modules.get("compressor.ranks")
+    return found.is_first_to_fail() if found else int(os.environ.get("RANK", "0")) == 0

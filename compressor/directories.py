@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from compressor import ranks
 from compressor.errors import InputError
 from compressor.interrupting import TRACES
 from compressor.locking import locked
@@ -50,8 +51,11 @@ def reserved(
 ) -> Iterator[Path]:
     """The absolute path of the output, refused before any work or ours alone while the context is open.
 
-    What a run that was killed left beside it is cleared away first.
+    What a run that was killed left beside it is cleared away first. Of several processes the first has it for all.
     """
+    if ranks.rank() > 0:
+        yield Path(os.path.abspath(Path(out).expanduser()))
+        return
     with ExitStack() as stack:
         try:
             target = refuse_output(out, overwrite, source, record)

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,8 +41,8 @@ TRACES = Traces()  # of the whole process, for a signal ends all of it
 class Interrupts:
     """The first signal raises KeyboardInterrupt; a thread ends the process when that does not get through in time."""
 
-    def __init__(self, resumes: bool) -> None:
-        self.resumes = resumes
+    def __init__(self, resumes: bool, speaks: Callable[[], bool]) -> None:
+        self.resumes, self.speaks = resumes, speaks
         self.number: int | None = None
         self.told = threading.Lock()  # taken once, by whoever prints the line
         self.over = threading.Event()
@@ -67,7 +67,7 @@ class Interrupts:
     def tell(self, number: int = signal.SIGINT) -> int:
         """The one line, and the exit code."""
         number = self.number or number
-        if self.told.acquire(blocking=False):
+        if self.told.acquire(blocking=False) and self.speaks():
             if sys.stderr.isatty():
                 sys.stderr.write("\x1b[?25h\r")  # a bar hides the cursor
             what = f"{TRACES.finished} is complete" if TRACES.finished else "nothing was written"
@@ -78,13 +78,14 @@ class Interrupts:
 
 
 @contextmanager
-def interrupts(resumes: bool) -> Iterator[Interrupts]:
+def interrupts(resumes: bool, speaks: Callable[[], bool] = lambda: True) -> Iterator[Interrupts]:
     """While the context is open, SIGINT and SIGTERM are taken care of; afterwards all is as before.
 
-    `resumes`: what was measured is kept, so the same command goes on. Outside the main thread signals stay as they are.
+    `resumes`: what was measured is kept, so the same command goes on; `speaks`: the line is this process's to print.
+    Outside the main thread signals stay as they are.
     """
     TRACES.finished = None
-    found = Interrupts(resumes)
+    found = Interrupts(resumes, speaks)
     if threading.current_thread() is not threading.main_thread():
         yield found
         return

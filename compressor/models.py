@@ -36,6 +36,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from compressor import ranks
 from compressor.blocks import find_blocks
 from compressor.errors import InputError
 from compressor.hub import MODEL_ALTERNATIVES, Snapshot, open_snapshot, reason_of
@@ -129,7 +130,9 @@ def context_of(model: PreTrainedModel) -> int | None:
 def resolve_device(device: str) -> torch.device:
     """The torch device; `auto` never takes MPS, which has no float64."""
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        device = ranks.local_device()
     try:
         target = torch.device(device)
     except RuntimeError:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from compressor import ranks
 from compressor import recipe as recipes
 from compressor.assessing import Evaluator, Measured
 from compressor.blocks import find_blocks
@@ -82,7 +83,8 @@ def plan(recipe: Recipe, out: Path, setting: Setting) -> dict[str, Any]:
         points.append({"asked": words[0], "file": str(file), **describe_point(job, found, whole)})
     frontier = {**report, "frontier": points, "timings": job.timings()}
     write_json(out, frontier)
-    frontier["figures"] = draw_frontier(points, out, job.recipe.model or "", job.text.seq_len)
+    if ranks.rank() == 0:
+        frontier["figures"] = draw_frontier(points, out, job.recipe.model or "", job.text.seq_len)
     return frontier
 
 
@@ -174,7 +176,8 @@ def finish(
     """Measure the speed, patch for good, look at everything once more, save, and complete the record."""
     blocks = find_blocks(job.model)
     identity = identify_patched(job.model, fits)
-    speed = describe_speed(measure_speed(job.model, blocks, fits, job.text.verification.windows))
+    windows = job.text.verification.windows
+    speed = ranks.agree(describe_speed(measure_speed(job.model, blocks, fits, windows)) if ranks.rank() == 0 else None)
     patch(job.model, blocks, fits)
     found = evaluator.assess(before, after, job.model, identity)
     timings = job.timings()
@@ -185,6 +188,6 @@ def finish(
     assert count_parameters(job.model) == report["parameters"]["after"]
     header = "Reproduces this checkpoint:\ncompress --recipe recipe.yaml --out NEW_DIRECTORY"
     recipe = recipes.dump(job.recipe, header)
-    few, progress = job.text.verification.windows[:1, :TOKENS], job.setting.progress
+    few, progress = windows[:1, :TOKENS], job.setting.progress
     write_result(job.model, job.tokenizer, out, report, recipe, tokens=few, progress=progress)
     return {**report, "out": str(out)}

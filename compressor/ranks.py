@@ -15,21 +15,62 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from compressor.errors import InputError
 
 Item = TypeVar("Item")
 PATIENCE = datetime.timedelta(days=7)  # others may wait for hours while one writes; one that died is noticed at once
 DEVICE_BACKENDS = "cpu:gloo,cuda:nccl"
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL", "ncclRemoteError")
+STORES: list[Any] = []  # what the processes that were joined share beside their messages
 
 
 def begin() -> None:
     """Join the processes that were launched together, if there are several."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        dist.init_process_group(DEVICE_BACKENDS if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+    if launched() > 1 and not dist.is_initialized():
+        store, place, count = next(rendezvous("env://"))
+        STORES.append(store)
+        backend = DEVICE_BACKENDS if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=place, world_size=count, timeout=PATIENCE)
 
 
 def end() -> None:
+    """Leave the others in order."""
     if dist.is_available() and dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
+        STORES.clear()
+
+
+def launched() -> int:
+    """How many processes the launcher started; one when there is no launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_device() -> str:
+    """The CUDA device of this process: each of a machine's has its own."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if launched() > 1 else "cuda"
+
+
+def is_first_to_fail() -> bool:
+    """Whether no other process has told of an error yet: one line is enough for all."""
+    if not STORES:
+        return int(os.environ.get("RANK", "0")) == 0  # all of them fail alike
+    try:
+        return bool(STORES[0].add("failed", 1) == 1)
+    except (RuntimeError, ValueError):  # it went with the process that had it
+        return True
+
+
+def told(error: BaseException) -> BaseException:
+    """The error; what is left of a process that ended without a word, in words."""
+    if size() > 1 and isinstance(error, RuntimeError) and any(word in str(error) for word in LOST):
+        return InputError(
+            "another process of this run has ended; nothing was written: see what it said, and give the same command "
+            "again to go on where it stopped"
+        )
+    return error
 
 
 def size() -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from compressor import ranks
 from compressor.card import card
 from compressor.charting import charts_of
 from compressor.checkpoint import write_checkpoint
@@ -56,6 +57,8 @@ def write_result(
     progress: Progress,
 ) -> Path:
     """Everything into a directory that is reserved; it appears when what was written is found to be the model."""
+    if ranks.rank() > 0:
+        return target
     with refusing_disk(target), whole_directory(target) as partial:
         with quiet():
             write_checkpoint(model, tokenizer, partial, dtype=source_of(model).dtype)
@@ -83,6 +86,8 @@ def refusing_disk(target: Path) -> Iterator[None]:
 
 def save_profile(report: dict[str, Any], target: Path) -> Path:
     """The report of a profile as a directory: the page, the figures, and the numbers as JSON and CSV."""
+    if ranks.rank() > 0:
+        return target
     with refusing_disk(target), whole_directory(target) as partial:
         write_json(partial / PROFILE, report)
         for name, rows in tables_of(report).items():
@@ -111,6 +116,8 @@ def write_csv(file: Path, rows: list[dict[str, Any]]) -> None:
 
 def write_json(file: Path, value: Any) -> None:
     """Write valid JSON in one step: infinite and undefined numbers become null."""
+    if ranks.rank() > 0:
+        return
     partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
     try:
         partial.write_text(to_json(value) + "\n", encoding="utf-8")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor import ranks
 from compressor.agreement import Agreement, measure_agreement
 from compressor.cache import Cache
 from compressor.evaluating import Evaluation, Losses, compare_parts, evaluate
@@ -120,14 +121,14 @@ class Bench:
         """Whether a form takes longer than the block it replaces. The clock is asked once, and its answer is kept: a
         run that goes on where it stopped must come to the same plan."""
         if form not in self.slow:
+            module = self.fits(forms, False)[index]
 
             def run() -> dict[str, Tensor]:
-                module = self.fits(forms, False)[index]
                 # Twice, for a form must not be refused because the machine was busy for a moment.
                 return {"slower": torch.tensor(all(slower(self.model, self.blocks[index], module) for _ in range(2)))}
 
             key = {**self.statistics.key(self.blocks[0]), "what": "slower", "form": str(form)}
-            self.slow[form] = bool(self.cache.get("", key, run)["slower"])
+            self.slow[form] = bool(self.cache.get("", key, lambda: ranks.once(run))["slower"])
         return self.slow[form]
 
     def trials(self) -> list[Trial]:
