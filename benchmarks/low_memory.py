@@ -118,16 +118,13 @@ def main() -> None:
     if not model.exists():
         build(model, args)
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    print(
-        f"checkpoint {size / 1e9:.2f} GB, {args.layers} layers, {len(list(model.glob('*.safetensors')))} shards",
-        flush=True,
-    )
+    shards = len(list(model.glob("*.safetensors")))
+    print(f"checkpoint {size / 1e9:.2f} GB, {args.layers} layers, {shards} shards", flush=True)
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"this process, which built it: {own / size:.3f} of its size", flush=True)
     slow, least = compress(model, args.work / "low", args.work / "cache-low", "--low-memory")
-    print(
-        f"--low-memory: peak {least / 1e9:.2f} GB, {least / size:.3f} of the checkpoint (goal at most {GOAL}), {slow:.0f} s"
-    )
+    share = f"{least / size:.3f} of the checkpoint (goal at most {GOAL})"
+    print(f"--low-memory: peak {least / 1e9:.2f} GB, {share}, {slow:.0f} s", flush=True)
     if args.skip_normal:
         return
     quick, most = compress(model, args.work / "normal", args.work / "cache-normal")
