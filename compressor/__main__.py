@@ -1,5 +1,14 @@
 """`python -m compressor` is `compress`."""
 
 from compressor.cli import main
+from compressor.interrupting import leaving_at_once
 
-main()
+
+def run() -> None:
+    """The command in a process of its own."""
+    with leaving_at_once():
+        main()
+
+
+if __name__ == "__main__":
+    run()

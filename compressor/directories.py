@@ -63,7 +63,9 @@ def reserved(
             clear_leftovers(target)
             refuse_output(out, overwrite, source, record)  # an earlier result may have been put back
         except OSError as error:
-            raise InputError(f"--out {out} cannot be written: {error.strerror}; name another directory") from error
+            raise InputError(
+                f"--out {out} cannot be written: {error.strerror or error}; name another directory"
+            ) from error
         yield target
 
 

@@ -55,7 +55,8 @@ class Fitter:
         How far towards it, and how near to the original weights, is chosen on held-out rows, block by block. A block
         that was fitted before, behind the same replacements, is taken from disk. The model is left as it was.
         """
-        done = self.fitted_before(forms)
+        keys = {index: self.key(forms, index) for index in sorted(forms)}  # while the model is whole
+        done = self.fitted_before(forms, keys)
         rest = [self.blocks[index] for index in sorted(forms)[len(done) :]]
         if done:
             self.progress.say(f"compensate: {len(done)} of {len(forms)} blocks fitted before")
@@ -82,7 +83,7 @@ class Fitter:
                 strength = choose_strength(both[0], both[1], outer, kept, form.rank, root)
                 fitted = best_fit(both[0], bias, outer, form, survey.orders, root, survey.ridges, strength)
                 done[block.index] = self.module(survey, form, fitted)
-                self.statistics.cache.keep(self.key(forms, block.index), pack(done[block.index], self.dtype))
+                self.statistics.cache.keep(keys[block.index], pack(done[block.index], self.dtype))
                 originals |= swap(self.model, {block.path: done[block.index]})
         finally:
             restore(self.model, originals)
@@ -93,14 +94,14 @@ class Fitter:
         before = {i: str(form) for i, form in sorted(forms.items()) if i <= index}
         return {**self.statistics.key(self.blocks[index]), "what": "fit", "forms": before}
 
-    def fitted_before(self, forms: Forms) -> dict[int, Replacement]:
+    def fitted_before(self, forms: Forms, keys: Mapping[int, Mapping[str, Any]]) -> dict[int, Replacement]:
         """The first blocks of a plan, as far as their compensated fits are on disk."""
         found: dict[int, Replacement] = {}
-        for index, form in sorted(forms.items()):
-            kept = self.statistics.cache.find(self.key(forms, index))
+        for index, key in keys.items():
+            kept = self.statistics.cache.find(key)
             if kept is None:
                 break
-            module = empty_replacement(self.blocks[index], self.surveys[index].neurons, form)
+            module = empty_replacement(self.blocks[index], self.surveys[index].neurons, forms[index])
             module.load_state_dict(kept)
             found[index] = settle(module, self.model, self.blocks[index], self.dtype)
         return found

@@ -28,7 +28,7 @@ class Traces:
     finished: Path | None = None
 
     def remove(self) -> None:
-        for path in list(self.unfinished):
+        for path in sorted(self.unfinished, key=Path.is_file):  # locks last
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -112,3 +112,18 @@ def interrupts(resumes: bool, speaks: Callable[[], bool] = lambda: True) -> Iter
         put_back()
         thread.join()
         wakeups.close()
+
+
+@contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """For a process that is nothing but the command: interrupted, it does not wait until the interpreter is taken down,
+    which takes a second or more once torch is loaded."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code not in [128 + number for number in SIGNALS]:
+            raise
+        TRACES.remove()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +16,11 @@ from compressor import ranks
 from compressor.card import card
 from compressor.charting import charts_of
 from compressor.checkpoint import write_checkpoint
-from compressor.directories import reserved, whole_directory
+from compressor.directories import reserved, sync, whole_directory
 from compressor.errors import InputError, disk_reason
 from compressor.figures import draw
 from compressor.linearity import tables_of
+from compressor.locking import held_directory, sweep
 from compressor.models import quiet, source_of
 from compressor.page import page
 from compressor.progress import Progress
@@ -118,12 +118,13 @@ def write_json(file: Path, value: Any) -> None:
     """Write valid JSON in one step: infinite and undefined numbers become null."""
     if ranks.rank() > 0:
         return
-    partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
-    try:
+    prefix = f".{file.name}.partial-"
+    sweep(file.absolute().parent, prefix)
+    with held_directory(file.absolute().parent, prefix) as folder:
+        partial = folder / file.name
         partial.write_text(to_json(value) + "\n", encoding="utf-8")
+        sync(partial)
         partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def to_json(value: Any) -> str:

@@ -19,6 +19,7 @@ from compressor import timing
 from compressor.agreement import Agreement, Point, rank_correlation
 from compressor.blocks import find_blocks
 from compressor.budget import Budget
+from compressor.cache import Cache
 from compressor.evaluating import evaluate
 from compressor.fitting import Fitter
 from compressor.forms import Form
@@ -93,6 +94,17 @@ def test_a_smaller_but_slower_form_is_not_chosen_for_speed(monkeypatch: pytest.M
     asked.clear()
     assert Planner(bench, profile, budgets, objective="size").search().forms[1].kind == "hybrid"
     assert asked == []
+
+
+def test_the_clock_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run that goes on where another stopped comes to the same plan, whatever the clock says by then."""
+    monkeypatch.setattr("compressor.trials.slower", lambda *_: True)
+    model, cache = planted_gpt2(), Cache(tmp_path / "cache", Progress())
+    profile, budgets = measure(model, TEXT), {"text": Budget.parse("0.01%")}
+    first = Planner(Bench(model, TEXT, cache=cache), profile, budgets).search()
+    monkeypatch.setattr("compressor.trials.slower", lambda *_: False)
+    assert Planner(Bench(model, TEXT, cache=cache), profile, budgets).search().forms == first.forms
+    assert Planner(Bench(model, TEXT), profile, budgets).search().forms != first.forms
 
 
 def test_slower_is_measured() -> None:

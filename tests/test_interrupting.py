@@ -24,7 +24,8 @@ LONG = """
 import sys, time
 from pathlib import Path
 import torch
-from compressor import cli, directories, pipeline
+from compressor import directories, pipeline
+from compressor.__main__ import run
 
 HOW = sys.argv.pop()
 
@@ -51,7 +52,7 @@ def work(recipe, setting):
 
 torch.set_num_threads(1)
 pipeline.compress = work
-cli.main()
+run()
 """
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
+
 import pytest
 import torch
 from planted import LinearFFN, WildFFN, planted_model, random_text
@@ -82,3 +85,18 @@ def test_short_memory_keeps_no_neurons_and_says_so(
     statistics = Statistics(tiny_model("gpt2"), random_text(), None, 8, Progress(visible=True))
     assert set(statistics.neurons.values()) == {None}
     assert "memory is short" in capsys.readouterr().err
+
+
+def test_a_place_without_a_cache_is_gone_with_its_owner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And what a killed run left of its own is gone with the next."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    stale = tmp_path / "compressor-scratch-abcdefgh"
+    stale.mkdir()
+    (stale / "lock").touch()
+    statistics = Statistics(tiny_model("gpt2"), random_text(), None, 8, Progress())
+    assert statistics.cache.directory is not None
+    assert list(tmp_path.iterdir()) == [statistics.cache.directory]
+    assert statistics.cache.directory != stale
+    del statistics
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from torch import nn
 from zoo import WIDTH, logits, tiny_model
 
 import compressor
-from compressor.blocks import Rows, body, find_blocks, watch
+from compressor.blocks import Block, Rows, body, find_blocks, watch
 from compressor.budget import Budget
+from compressor.cache import Cache
 from compressor.errors import BudgetError, InputError
 from compressor.evaluating import evaluate
 from compressor.fitting import Fitter
@@ -20,10 +22,11 @@ from compressor.forms import Form
 from compressor.frontier import Option, bracket, efficient, ladder_of, sequence
 from compressor.measuring import measure
 from compressor.modeling_compressor import Replacement
+from compressor.moments import Moments
 from compressor.patching import patched
 from compressor.planning import Planner, fit_forms
 from compressor.progress import Progress
-from compressor.statistics import Statistics
+from compressor.statistics import Statistics, collect
 from compressor.surveying import kept_sets
 from compressor.text import Text
 from compressor.trials import Bench
@@ -153,8 +156,8 @@ def test_a_larger_budget_saves_at_least_as_much() -> None:
     assert saved[-1] > saved[0]
 
 
-def fitter_of(model: Any, text: Text = TEXT) -> Fitter:
-    statistics = Statistics(model, text, None, 7, Progress())
+def fitter_of(model: Any, text: Text = TEXT, cache: Cache | None = None) -> Fitter:
+    statistics = Statistics(model, text, cache, 7, Progress())
     return Fitter(statistics, statistics.surveys())
 
 
@@ -202,6 +205,40 @@ def test_fitting_again_gives_the_same_bytes() -> None:
     for index, module in first.items():
         for a, b in zip(module.parameters(), second[index].parameters(), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "bloom"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_fits_go_on_where_they_stopped(
+    family: str, stored: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many blocks were done: the same bytes, and only the others are fitted."""
+    model, forms = tiny_model(family), {0: Form(3), 1: Form(2, 20), 2: Form(0, 30)}
+    before = logits(model)
+    fitter = fitter_of(model, cache=Cache(tmp_path / "cache", Progress()))
+    fitter.dtype = stored
+    whole = fitter.in_order(forms)
+    keys = [fitter.key(forms, index) for index in forms]
+    fitted: list[int] = []
+
+    def count(model: Any, block: Block, *rest: Any) -> Moments:
+        fitted.append(block.index)
+        return collect(model, block, *rest)
+
+    monkeypatch.setattr("compressor.fitting.collect", count)
+    for done in (3, 2, 1, 0):
+        for key in keys[done:]:
+            fitter.statistics.cache.place(key)[0].unlink()
+        fitted.clear()
+        again = fitter.in_order(forms)
+        assert sorted(set(fitted)) == list(range(done, 3))
+        for index, module in whole.items():
+            assert again[index].spec() == module.spec()
+            assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again[index].parameters(), strict=True))
+    other = fitter.in_order({**forms, 2: Form(None)})  # another plan that begins in the same way
+    assert set(fitted) == {0, 1, 2}
+    assert torch.equal(other[1].bias, whole[1].bias)
+    assert torch.equal(logits(model), before)
 
 
 @pytest.mark.parametrize(

@@ -590,7 +590,12 @@ def kept_blocks(record: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("blocks", [(1,), (2,), (0, 2)])
 def test_the_block_that_breaks_a_task_goes_back(
-    compress: Compress, options: list[str], gated: Any, tmp_path: Path, blocks: tuple[int, ...]
+    compress: Compress,
+    options: list[str],
+    gated: Any,
+    tmp_path: Path,
+    blocks: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     arguments = [*gated(*blocks), *options, "--max-dppl", "1%", "--json"]
     careless = compress(*arguments, "--out", tmp_path / "careless")
@@ -607,6 +612,14 @@ def test_the_block_that_breaks_a_task_goes_back(
     assert (record["tasks"]["digits"]["source"], record["tasks"]["digits"]["compressed"]) == (1.0, 1.0)
     assert record["verification_looks"] == looks + len(blocks)
     assert json.loads((tmp_path / "careful" / "compression.json").read_text(encoding="utf-8"))["tasks"]
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a task was scored again")
+
+    monkeypatch.setattr("compressor.assessing.score", refuse)
+    again = compress(*arguments, "--max-task-drop", "0.01", "--out", tmp_path / "again")
+    assert again.code == 0, again.err
+    assert kept_blocks(json.loads(again.out)) == list(blocks)
 
 
 def test_nothing_is_written_when_every_block_breaks_a_task(
