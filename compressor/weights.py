@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from compressor.errors import InputError
 from compressor.hub import Snapshot, add_files, reason_of
+from compressor.parsing import JSON_BYTES, parse_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -22,14 +22,14 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 STORAGE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def read_json(path: Path, model: str) -> dict[str, Any]:
+def read_json(path: Path, model: str, most: int = JSON_BYTES) -> dict[str, Any]:
     if not path.is_file():
         adapter = (path.parent / "adapter_config.json").is_file()
         remedy = "merge the adapter into its base model first" if adapter else "give the directory of a saved model"
         raise InputError(f"{model} has no {path.name}; {remedy}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_json(path, most)
+    except (OSError, ValueError) as error:
         raise InputError(f"{path.name} of {model} cannot be read: {reason_of(error)}; save the model again") from error
     if not isinstance(content, dict):
         raise InputError(f"{path.name} of {model} is not a JSON object; save the model again")

@@ -20,6 +20,7 @@ ORDER = [
     "regression",
     "subsets",
     "hub",
+    "parsing",
     "weights",
     "modeling_compressor",
     "blocks",
