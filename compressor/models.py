@@ -37,7 +37,8 @@ from transformers.utils import logging
 from compressor.errors import InputError
 from compressor.hub import MODEL_ALTERNATIVES, Snapshot, open_snapshot, reason_of
 from compressor.modeling_compressor import METHOD
-from compressor.weights import SINGLE, digest, find_shards, inspect_weights, read_json
+from compressor.scrutiny import CONFIG_BYTES, compare, refuse_absurd, try_out
+from compressor.weights import SINGLE, digest, find_shards, inspect_weights, list_tensors, read_json
 
 DEMO = Path(__file__).parent / "demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -75,7 +76,8 @@ def load(
     if dtype != "auto" and dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}; use auto, {', '.join(DTYPES)}")
     name, directory, snapshot = locate(model, revision, trust_remote_code)
-    raw = read_json(directory / "config.json", model)
+    raw = read_json(directory / "config.json", model, CONFIG_BYTES)
+    refuse_absurd(raw, model)
     if is_compressed(raw, model):
         if not allow_compressed:
             raise already_compressed(directory, model)
@@ -83,14 +85,18 @@ def load(
     with quiet():
         config = load_config(raw, directory, model, trust_remote_code)
         tokenizer = load_tokenizer(directory, model, config, trust_remote_code)
-    shards = find_shards(directory, model, snapshot)
-    stored, sha256 = inspect_weights(shards, model)
+    tensors = list_tensors(find_shards(directory, model, snapshot), model)
+    with quiet(), refusing(f"config.json of {model} is not valid"):
+        compare(config, raw, tensors, model, trust_remote_code=trust_remote_code)
+    stored, sha256 = inspect_weights(tensors, model)
     computed = DTYPES.get(dtype) or (torch.float32 if target.type == "cpu" else stored)
     with quiet():
         loaded = load_weights(directory, model, config, computed, trust_remote_code)
     refuse_nonfinite(loaded, model)
     with refusing(f"{model} cannot be put on {target}", "use --device cpu"):
         loaded.to(target).eval()
+    with quiet(), refusing(f"{model} cannot be computed with", "check its config.json"):
+        try_out(loaded)
     source = Source(name, snapshot.commit if snapshot else None, config.model_type, sha256, stored)
     loaded.config.name_or_path = loaded.name_or_path = tokenizer.name_or_path = name
     setattr(loaded, SOURCE_ATTRIBUTE, source)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from compressor.errors import InputError
 from compressor.hub import Snapshot, add_files, reason_of
-from compressor.parsing import JSON_BYTES, parse_json
+from compressor.parsing import JSON_BYTES, parse_json, unique
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -44,11 +46,14 @@ def find_shards(directory: Path, model: str, snapshot: Snapshot | None) -> list[
         if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
             raise InputError(f"{INDEX} of {model} has no weight_map; save the model again")
         names = sorted(set(table.values()))
-    outside = [name for name in names if Path(name).name != name]
+    outside = [name for name in names if Path(name).name != name or "\\" in name]
     if outside:
         raise InputError(
             f"{INDEX} of {model} names {outside[0]!r}, which is outside the directory; save the model again"
         )
+    other = next((name for name in names if not name.endswith(".safetensors") or set(name) & set("*?[]")), None)
+    if other is not None:  # transformers would unpickle it
+        raise InputError(f"{INDEX} of {model} names {other!r}, which is no safetensors file; save the model again")
     if snapshot:
         add_files(snapshot, names)
     missing = [name for name in names if not (directory / name).is_file()]
@@ -64,21 +69,58 @@ def find_shards(directory: Path, model: str, snapshot: Snapshot | None) -> list[
     return [directory / name for name in names]
 
 
-def inspect_weights(shards: list[Path], model: str) -> tuple[torch.dtype, str]:
-    """The dtype that holds most of the floating-point bytes, and the hash of all tensors."""
-    place: dict[str, Path] = {}
-    sizes: Counter[torch.dtype] = Counter()
+@dataclass(frozen=True)
+class Stored:
+    """What the header of a file says of one tensor."""
+
+    file: Path
+    shape: torch.Size
+    dtype: torch.dtype | None  # None: not a floating-point number
+
+
+def list_tensors(shards: list[Path], model: str) -> dict[str, Stored]:
+    """Every stored tensor by name; a name that stands twice is refused, and so is an index that is wrong."""
+    found: dict[str, Stored] = {}
     for shard in shards:
         with open_shard(shard, model) as file:
+            refuse_repeated(shard, model)
             for name in file.keys():  # noqa: SIM118  it is not a mapping
-                place[name] = shard
+                if name in found:
+                    raise InputError(
+                        f"{model} has {name} in {found[name].file.name} and in {shard.name}; save it again"
+                    )
                 part = file.get_slice(name)
                 dtype = STORAGE_DTYPES.get(part.get_dtype())
-                if dtype:
-                    sizes[dtype] += dtype.itemsize * torch.Size(part.get_shape()).numel()
+                found[name] = Stored(shard, torch.Size(part.get_shape()), dtype)
+    index = shards[0].with_name(INDEX)
+    table = {} if shards[0].name == SINGLE or not index.is_file() else read_json(index, model)["weight_map"]
+    for name, shard_name in table.items():
+        if name not in found or found[name].file.name != shard_name:
+            raise InputError(f"{INDEX} of {model} puts {name} into {shard_name}, which does not hold it; save it again")
+    return found
+
+
+def refuse_repeated(shard: Path, model: str) -> None:
+    """Of two tensors of one name in a header safetensors takes the last, in silence."""
+    with shard.open("rb") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+    try:
+        json.loads(header, object_pairs_hook=unique)
+    except ValueError as error:
+        raise InputError(
+            f"{shard.name} of {model} is damaged ({reason_of(error)}); copy or download it again"
+        ) from error
+
+
+def inspect_weights(stored: Mapping[str, Stored], model: str) -> tuple[torch.dtype, str]:
+    """The dtype that holds most of the floating-point bytes, and the hash of all tensors."""
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in stored.values():
+        if tensor.dtype:
+            sizes[tensor.dtype] += tensor.dtype.itemsize * tensor.shape.numel()
     if not sizes:
         raise InputError(f"{model} has no floating-point weights; give an unquantised model")
-    return sizes.most_common(1)[0][0], digest(read_tensors(place, model))
+    return sizes.most_common(1)[0][0], digest(read_tensors({name: t.file for name, t in stored.items()}, model))
 
 
 def open_shard(shard: Path, model: str) -> Any:

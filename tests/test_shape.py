@@ -27,6 +27,7 @@ ORDER = [
     "neurons",
     "text",
     "taskfiles",
+    "scrutiny",
     "models",
     "evaluating",
     "cache",
