@@ -12,11 +12,10 @@ from typer.core import TyperGroup
 
 from compressor import __version__
 from compressor import options as opt
-from compressor.errors import DONE, INTERRUPTED, MISSED, explain, fail
+from compressor.errors import DONE, INTERRUPTED, MISSED, explain, fail, refuse_half_characters
+from compressor.terminal import emit
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from compressor.jobs import Setting
 
 EXAMPLES = """
@@ -79,23 +78,6 @@ def begin(trust_remote_code: bool, cache: Path | None = None, no_cache: bool = F
 
     progress = Progress(visible=True)
     return Setting(progress, trust_remote_code, Cache(None if no_cache else cache or default_directory(), progress))
-
-
-def emit(report: dict[str, Any], as_json: bool, lines: list[str], table: Table | list[Table] | None) -> None:
-    """The result on stdout: JSON alone, or tables and a few lines."""
-    from rich.console import Console
-
-    from compressor.saving import to_json
-
-    if as_json:
-        print(to_json(report))
-        return
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    for one in table if isinstance(table, list) else [table] if table else []:
-        console.print(one)
-        console.print()
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -326,6 +308,7 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
+        refuse_half_characters([*sys.argv[1:], os.getcwd()])
         code = app(standalone_mode=False)
     except KeyboardInterrupt:
         sys.exit(fail("interrupted; nothing was written", INTERRUPTED))

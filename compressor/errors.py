@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 DONE, MISSED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+LONGEST = 2000  # characters of one message
+# Control characters are shown as pictures (but tab and newline); those that turn the writing direction as �.
+PICTURES = {c: 0x2400 + c for c in range(32) if c not in (9, 10)} | {127: 0x2421}
+PICTURES |= dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
 
 
 class InputError(Exception):
@@ -29,5 +34,18 @@ def explain(error: BaseException) -> int:
 
 
 def fail(message: str, code: int) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    line = visible(" ".join(message.split()))
+    print(f"error: {line if len(line) <= LONGEST else line[:LONGEST] + '…'}", file=sys.stderr)
     return code
+
+
+def refuse_half_characters(words: Iterable[str]) -> None:
+    """A name that is not UTF-8 could not be written into any record."""
+    for word in words:
+        if word != word.encode("utf-8", "replace").decode("utf-8"):
+            raise InputError(f"{word!r} is not UTF-8; rename the file or directory")
+
+
+def visible(text: str) -> str:
+    """Text that may be shown: it commands no terminal, and can be written as UTF-8."""
+    return text.encode("utf-8", "replace").decode("utf-8").translate(PICTURES)

@@ -76,6 +76,7 @@ ORDER = [
     "pipeline",
     "checking",
     "options",
+    "terminal",
     "cli",
     "__main__",
 ]
