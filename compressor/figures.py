@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor.charts import Axis, Chart, Point, Series
-from compressor.layout import LIGHT, RAMPS, SHAPES, Drawn, Layout, blend, brief, crest, lay_out, middle, settle
 from compressor.errors import visible
+from compressor.layout import LIGHT, RAMPS, SHAPES, Drawn, Layout, blend, brief, crest, lay_out, middle, settle
 from compressor.scales import ticks
 
 if TYPE_CHECKING:

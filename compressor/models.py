@@ -233,6 +233,13 @@ def load_tokenizer(
         raise InputError(
             f"the tokenizer of {model} gives token {max(tokens)}, but the model has {rows} embeddings; use its own one"
         )
+    if rows is not None and len(tokenizer) > rows:
+        # Added tokens, such as a padding that nobody trained, come up only where a text spells them out.
+        highest = max(set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder))
+        if highest >= rows:
+            raise InputError(
+                f"the tokenizer of {model} has tokens up to {highest}, but the model has {rows} embeddings; use its own one"
+            )
     return tokenizer
 
 

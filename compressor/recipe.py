@@ -71,7 +71,7 @@ class Recipe(BaseModel):
     out: str | None = None
     overwrite: Annotated[bool, Field(strict=True)] = False
     max_dppl: Amounts | None = None
-    confidence: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    confidence: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.95
     objective: Literal["speed", "size"] = "speed"
     text: Words | None = None
     seq_len: Annotated[int, Field(strict=True, ge=2)] | None = None
@@ -87,7 +87,7 @@ class Recipe(BaseModel):
     swap: Annotated[bool, Field(strict=True)] | None = None
     swap_tokens: Count = 4096
     probe: Annotated[list[Literal["bilinear", "trained"]], BeforeValidator(split_commas)] | None = None
-    probe_steps: Count = 1000
+    probe_steps: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = 1000
     cross: str | None = None
     batch_size: Count = 8
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
