@@ -29,14 +29,20 @@ def explain(error: BaseException) -> int:
         return fail("interrupted; nothing was written", INTERRUPTED)
     if isinstance(error, MemoryError):
         return fail("out of memory; try a smaller --batch-size, --seq-len or model", BAD_INPUT)
+    if isinstance(error, OSError) and error.strerror:
+        where = f" ({shorten(str(error.filename))})" if error.filename else ""
+        return fail(f"the system says: {error.strerror}{where}; check the names, the rights and the space", BAD_INPUT)
     reason = " ".join(str(error).split())[:300]
     return fail(f"unexpected {type(error).__name__}: {reason}; run again with --debug and report it", BAD_INPUT)
 
 
 def fail(message: str, code: int) -> int:
-    line = visible(" ".join(message.split()))
-    print(f"error: {line if len(line) <= LONGEST else line[:LONGEST] + '…'}", file=sys.stderr)
+    print(f"error: {shorten(visible(' '.join(message.split())), LONGEST)}", file=sys.stderr)
     return code
+
+
+def shorten(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def refuse_half_characters(words: Iterable[str]) -> None:

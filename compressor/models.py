@@ -226,6 +226,8 @@ def load_tokenizer(
             directory, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
         )
         tokens = tokenizer(SAMPLE)["input_ids"]
+        # Added tokens, such as a padding that nobody trained, come up only where a text spells them out.
+        highest = max(set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder), default=0)
     if not tokens or len(tokenizer) <= len(tokenizer.all_special_ids):
         raise InputError(f"the tokenizer of {model} has no vocabulary; save the tokenizer in the same directory")
     rows = getattr(config.get_text_config(), "vocab_size", None)
@@ -233,13 +235,10 @@ def load_tokenizer(
         raise InputError(
             f"the tokenizer of {model} gives token {max(tokens)}, but the model has {rows} embeddings; use its own one"
         )
-    if rows is not None and len(tokenizer) > rows:
-        # Added tokens, such as a padding that nobody trained, come up only where a text spells them out.
-        highest = max(set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder))
-        if highest >= rows:
-            raise InputError(
-                f"the tokenizer of {model} has tokens up to {highest}, but the model has {rows} embeddings; use its own one"
-            )
+    if rows is not None and highest >= rows:
+        raise InputError(
+            f"the tokenizer of {model} has tokens up to {highest}, but the model has {rows} embeddings; use its own"
+        )
     return tokenizer
 
 

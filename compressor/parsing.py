@@ -16,7 +16,7 @@ import yaml
 from compressor.hub import reason_of
 
 JSON_BYTES = 32 * 2**20  # the index of a model of a hundred thousand tensors has ten megabytes
-YAML_BYTES = 2**18
+YAML_BYTES = 2**17  # twice the largest of lm-eval's tasks; a second or two to read
 DEPTH = 64
 
 
@@ -31,13 +31,20 @@ class Malformed(ValueError):
 class PlainLoader(yaml.SafeLoader):
     """Plain values only, each written where it stands."""
 
+    depth = 0
+
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()  # type: ignore[no-untyped-call]
             raise yaml.MarkedYAMLError(
                 problem=f"*{event.anchor} is an alias; write it out", problem_mark=event.start_mark
             )
-        return super().compose_node(parent, index)
+        self.depth += 1
+        if self.depth > DEPTH:
+            raise yaml.YAMLError(f"it is nested more than {DEPTH} deep")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 class UniqueLoader(PlainLoader):

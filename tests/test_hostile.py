@@ -18,10 +18,9 @@ from xml.etree import ElementTree
 import datasets
 import pytest
 import torch
-from conftest import SMALL, Compress, sentences
+from conftest import SMALL, Compress, Refused, sentences
 from localtasks import write_task
 from safetensors.torch import load_file, save_file
-from test_bad_input import Refused, refused  # noqa: F401  a fixture
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from zoo import FAMILIES, save_tiny, tiny_model, tiny_tokenizer
@@ -47,7 +46,7 @@ def spoiled(models: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def profile(refused: Refused, corpus: Path) -> Callable[[Path], str]:  # noqa: F811
+def profile(refused: Refused, corpus: Path) -> Callable[[Path], str]:
     """What `compress profile` says of a model that it refuses; it takes no time and writes nothing."""
 
     def run(model: Path) -> str:
@@ -153,7 +152,6 @@ def test_tables_that_no_file_holds(profile: Profile, tmp_path: Path) -> None:
         {"activation_function": "magic"},
         {"dtype": "float99"},
         {"dtype": 5},
-        {"torch_dtype": ["float32"]},
         {"quantization_config": 7},
         {"quantization_config": {"quant_method": "compressor", "replacements": 5}},
         {"quantization_config": ["compressor"]},
@@ -173,7 +171,6 @@ def test_nonsense_in_a_config(profile: Profile, spoiled: Path, values: dict[str,
     "values",
     [
         {"rope_parameters": {"rope_type": "magic", "rope_theta": 1e4}},
-        {"rope_parameters": {"rope_type": "yarn", "factor": -1, "rope_theta": 1e4}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": "much"}},
         {"rope_parameters": 5},
         {"head_dim": 7},
@@ -185,7 +182,10 @@ def test_nonsense_about_positions(profile: Profile, tmp_path: Path, values: dict
     profile(tmp_path / "model")
 
 
-@pytest.mark.parametrize("values", [{"architectures": "<b>"}, {"architectures": [5]}, {"_name_or_path": "/etc"}])
+@pytest.mark.parametrize(
+    "values",
+    [{"architectures": "<b>"}, {"architectures": [5]}, {"_name_or_path": "/etc"}, {"torch_dtype": ["float32"]}],
+)
 def test_what_nobody_reads(compress: Compress, spoiled: Path, corpus: Path, values: dict[str, Any]) -> None:
     configure(spoiled, **values)
     done = compress("profile", spoiled, "--text", corpus, *QUICK, "--no-swap", "--json")
@@ -247,8 +247,21 @@ TWICE = b'{"a": %s, "a": %s}' % ((json.dumps(tensor([2], 0, 8)).encode(),) * 2)
         header(NESTED.encode(), 0),
         header(TWICE, 8),
     ],
-    ids=["shape", "beyond", "backwards", "negative", "overlap", "hole", "rest", "huge", "overflow", "header-huge"]
-    + ["header-long", "header-deep", "twice"],
+    ids=[
+        "shape",
+        "beyond",
+        "backwards",
+        "negative",
+        "overlap",
+        "hole",
+        "rest",
+        "huge",
+        "overflow",
+        "length-huge",
+        "length-long",
+        "deep",
+        "twice",
+    ],
 )
 def test_header_that_lies(profile: Profile, spoiled: Path, content: bytes) -> None:
     (spoiled / WEIGHTS).write_bytes(content)
@@ -376,7 +389,7 @@ def test_recipe_bomb(
     tmp_path: Path,
     compressed: Path,
     content: str,
-    says: str,  # noqa: F811
+    says: str,
 ) -> None:
     """As a file that is given, and as the one in a checkpoint."""
     file = tmp_path / "recipe.yaml"
@@ -388,7 +401,7 @@ def test_recipe_bomb(
 
 
 @pytest.mark.parametrize("content", [BOMB, "task: mine\na: !!python/name:os.system\n", "task: mine\na: " + NESTED])
-def test_task_bomb(refused: Refused, models: Path, options: list[str], tmp_path: Path, content: str) -> None:  # noqa: F811
+def test_task_bomb(refused: Refused, models: Path, options: list[str], tmp_path: Path, content: str) -> None:
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "mine.yaml").write_text(content, encoding="utf-8")
     tasks = ["--tasks", "mine", "--task-path", tmp_path / "tasks"]
@@ -397,7 +410,7 @@ def test_task_bomb(refused: Refused, models: Path, options: list[str], tmp_path:
 
 
 @pytest.mark.parametrize("content", ['{"a": 1, "a": 2}', "[" * 99 + "]" * 99, '{"a": NaN}', " " * (JSON_BYTES + 1)])
-def test_record_bomb(refused: Refused, models: Path, compressed: Path, tmp_path: Path, content: str) -> None:  # noqa: F811
+def test_record_bomb(refused: Refused, models: Path, compressed: Path, tmp_path: Path, content: str) -> None:
     """A plan, a baseline and the record of a checkpoint are read alike."""
     file = tmp_path / "record.json"
     file.write_text(content, encoding="utf-8")
@@ -486,17 +499,17 @@ def test_names_do_not_break_out(
         assert "\\<script\\>" in markdown
 
 
-def test_error_lines_hold_no_controls(refused: Refused) -> None:  # noqa: F811
+def test_error_lines_hold_no_controls(refused: Refused) -> None:
     message = refused("./\x1b[31m\x9bno\nwhere\u202e", "--max-dppl", "1", "--out", "out")
     assert "./␛[31m�no\\nwhere" in message or "\\x1b[31m" in message
     assert message.isprintable()
 
 
-def test_error_lines_end(refused: Refused) -> None:  # noqa: F811
+def test_error_lines_end(refused: Refused) -> None:
     assert len(refused("./" + "x" * 20_000, "--max-dppl", "1", "--out", "out")) < 2100
 
 
-def test_names_that_are_no_utf8(refused: Refused, models: Path) -> None:  # noqa: F811
+def test_names_that_are_no_utf8(refused: Refused, models: Path) -> None:
     message = refused(models / "gpt2", "--text", "caf\udce9.txt", "--max-dppl", "1", "--out", "out")
     assert r"'caf\udce9.txt' is not UTF-8; rename" in message
 
@@ -504,16 +517,16 @@ def test_names_that_are_no_utf8(refused: Refused, models: Path) -> None:  # noqa
 # Tokenizers and windows
 
 
-def bare_tokenizer(vocabulary: int = 300) -> PreTrainedTokenizerFast:
+def bare_tokenizer() -> PreTrainedTokenizerFast:
     """No token for padding, beginning or end."""
-    backend: Tokenizer = tiny_tokenizer(vocabulary).backend_tokenizer
+    backend: Tokenizer = tiny_tokenizer().backend_tokenizer
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def test_tokenizer_without_special_tokens(
     compress: Compress, spoiled: Path, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole job: texts, a task of either kind, and continuations."""
+    """The whole job: texts, a task that compares, and continuations; a task that writes is refused by name."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     for file in (*spoiled.glob("tokenizer*"), *spoiled.glob("special_tokens*"), *spoiled.glob("chat_template*")):
         file.unlink()
@@ -528,12 +541,21 @@ def test_tokenizer_without_special_tokens(
     record = json.loads((tmp_path / "out" / "compression.json").read_text(encoding="utf-8"))
     assert record["tasks"]["mine"]["documents"] == 9
     assert record["generation"]["tokens"] == 4
+    written = {"output_type": "generate_until", "doc_to_target": "{{choices[label]}}", "doc_to_choice": None}
+    match = {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
+    write_task(tmp_path / "tasks", "mine", documents, **written, metric_list=[match])
+    done = compress(spoiled, *options, *tasks, "--max-dppl", "50%", "--out", tmp_path / "other")
+    assert done.code == 2
+    assert "task mine writes until the end, but the tokenizer has no eos_token; give it one" in done.errors[0]
 
 
 def test_tokenizer_larger_than_the_embeddings(profile: Profile, spoiled: Path) -> None:
-    """Though the text might never need its last tokens."""
-    bare_tokenizer(320).save_pretrained(spoiled)
-    assert f"the tokenizer of {spoiled} has tokens up to 319, but the model has 300 embeddings" in profile(spoiled)
+    """Though neither the sentence that it is tried on nor the text needs its last token."""
+    file = spoiled / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["model"]["vocab"]["never"] = 300
+    file.write_text(json.dumps(content), encoding="utf-8")
+    assert f"the tokenizer of {spoiled} has tokens up to 300, but the model has 300 embeddings" in profile(spoiled)
 
 
 def test_added_token_without_an_embedding(compress: Compress, spoiled: Path, corpus: Path) -> None:
@@ -554,12 +576,12 @@ def test_windows_of_two_tokens(compress: Compress, models: Path, corpus: Path, t
     assert len(done.errors) == done.code
 
 
-def test_windows_of_one_token(refused: Refused, models: Path, corpus: Path) -> None:  # noqa: F811
+def test_windows_of_one_token(refused: Refused, models: Path, corpus: Path) -> None:
     message = refused(models / "gpt2", "--text", corpus, "--seq-len", "1", "--max-dppl", "1", "--out", "out")
     assert "seq_len: Input should be greater than or equal to 2, got 1" in message
 
 
-def test_text_of_one_line(compress: Compress, refused: Refused, models: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_text_of_one_line(compress: Compress, refused: Refused, models: Path, tmp_path: Path) -> None:
     file = tmp_path / "line.txt"
     file.write_text(" ".join(sentences(300).split()), encoding="utf-8")
     done = compress("profile", models / "gpt2", "--text", file, *QUICK, "--no-swap", "--json")
