@@ -175,8 +175,10 @@ def already_compressed(directory: Path, model: str) -> InputError:
     return InputError(f"{model} is already compressed; compress its source {original or 'model'} instead")
 
 
-def refuse_detours(raw: dict[str, Any], model: str) -> None:
+def refuse_detours(raw: dict[str, Any], directory: Path, model: str) -> None:
     """Refuse what would make from_pretrained fetch code (a kernel) or read other weights than were checked."""
+    if (directory / "adapter_config.json").is_file():  # with peft installed, its base model would be read instead
+        raise InputError(f"{model} has adapter_config.json; merge the adapter into its base model, or remove the file")
     for key in ("attn_implementation", "_attn_implementation"):
         if "/" in str(raw.get(key)):
             raise InputError(f"config.json of {model} sets {key} to {raw[key]!r}, which is code; set it to 'sdpa'")
@@ -196,7 +198,7 @@ def load_config(raw: dict[str, Any], directory: Path, model: str, trust_remote_c
             raise InputError(f"{model} ({model_type}) runs code of its own; if you trust it, add --trust-remote-code")
         version = transformers.__version__
         raise InputError(f"transformers {version} does not know model type {model_type!r} of {model}; upgrade it")
-    refuse_detours(raw, model)
+    refuse_detours(raw, directory, model)
     with refusing(f"config.json of {model} is not valid"):
         config = AutoConfig.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code

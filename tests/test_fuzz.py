@@ -43,12 +43,13 @@ class Range:
 
     def __init__(self, root: Path, compress: Compress) -> None:
         self.root, self.compress = root, compress
+        self.watched = root.parent.parent  # where `../..` leads
         self.seen: set[bytes] = set()
         self.codes: dict[int, int] = {}
         self.slowest = 0.0
 
     def run(self, content: bytes, *arguments: str | Path) -> Outcome:
-        before, began = tree(self.root), time.monotonic()
+        before, began = tree(self.watched), time.monotonic()
         done = self.compress(*arguments)
         self.slowest = max(self.slowest, time.monotonic() - began)
         self.seen.add(content)
@@ -60,7 +61,7 @@ class Range:
         assert not any(c < " " for line in done.errors for c in line), done.errors
         out = self.root / "out"
         shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
-        after = tree(self.root)
+        after = tree(self.watched)
         assert after == before, sorted(set(after) ^ set(before))
         return done
 
@@ -76,8 +77,8 @@ def field(tmp_path_factory: pytest.TempPathFactory, compress: Compress) -> Itera
     ranges: list[Range] = []
 
     def begin() -> Range:
-        place = root / str(len(ranges))
-        place.mkdir()
+        place = root / str(len(ranges)) / "deep" / "down"
+        place.mkdir(parents=True)
         shutil.copy(root / "text.txt", place)
         monkeypatch.chdir(place)
         ranges.append(Range(place, compress))
@@ -119,7 +120,7 @@ def test_config(field: Callable[[], Range], family: str, examples: int) -> None:
         place.run(content, "profile", "model", "--text", "text.txt", *QUICK, "--no-swap", "--json", "--no-cache")
 
     fuzz(spoiled(json.loads(file.read_text(encoding="utf-8")), CONFIG_KEYS), examples, check)
-    assert len(place.seen) >= 0.9 * examples
+    assert len(place.seen) >= 0.95 * examples
     assert set(place.codes) == {0, 2}
 
 
@@ -139,12 +140,12 @@ def test_index(field: Callable[[], Range]) -> None:
         file.write_bytes(content)
         place.run(content, "profile", "model", "--text", "text.txt", *QUICK, "--no-swap", "--json", "--no-cache")
 
-    fuzz(spoiled({"metadata": {"total_size": 1}, "weight_map": table}, ["weight_map", "metadata"]), 300, check)
-    assert len(place.seen) >= 270
+    fuzz(spoiled({"metadata": {"total_size": 1}, "weight_map": table}, ["weight_map", "metadata"]), 250, check)
+    assert len(place.seen) >= 0.95 * 250
     assert set(place.codes) == {0, 2}
 
 
-@pytest.mark.parametrize(("command", "examples"), [("profile", 400), ("plan", 100)])
+@pytest.mark.parametrize(("command", "examples"), [("profile", 500), ("plan", 100)])
 def test_recipe(field: Callable[[], Range], command: str, examples: int) -> None:
     place = field()
     save_tiny("gpt2", place.root / "model")
@@ -166,11 +167,11 @@ def test_recipe(field: Callable[[], Range], command: str, examples: int) -> None
         place.run(content, command, "--recipe", "recipe.yaml", "--no-cache", *output)
 
     fuzz(spoiled(base, list(Recipe.model_fields), yaml.safe_dump), examples, check)
-    assert len(place.seen) >= 0.9 * examples
+    assert len(place.seen) >= 0.95 * examples
     assert {0, 2} <= set(place.codes)
 
 
-@pytest.mark.parametrize(("budget", "examples"), [("0.0001%", 320), ("50%", 30)])
+@pytest.mark.parametrize(("budget", "examples"), [("0.0001%", 280), ("50%", 20)])
 def test_plan(field: Callable[[], Range], compress: Compress, budget: str, examples: int) -> None:
     """Most plans miss their budget, for what is measured and written after that takes time."""
     place = field()
@@ -186,7 +187,7 @@ def test_plan(field: Callable[[], Range], compress: Compress, budget: str, examp
         place.run(content, "apply", "model", "plan.json", "--out", "out", "--generate", "0")
 
     fuzz(spoiled(base, ["compensated", "recipe", "extra"]), examples, check)
-    assert len(place.seen) >= 0.9 * examples
+    assert len(place.seen) >= 0.95 * examples
     assert set(place.codes) >= ({1, 2} if examples > 100 else {0, 2})
 
 

@@ -362,6 +362,12 @@ def test_code_of_a_known_type_is_not_run(
     assert not (tmp_path / "ran").exists()
 
 
+def test_adapter_that_names_another_model(profile: Profile, spoiled: Path) -> None:
+    content = {"base_model_name_or_path": "/somewhere/else", "peft_type": "LORA"}
+    (spoiled / "adapter_config.json").write_text(json.dumps(content), encoding="utf-8")
+    assert "has adapter_config.json; merge the adapter" in profile(spoiled)
+
+
 # YAML and records
 
 
@@ -419,6 +425,27 @@ def test_record_bomb(refused: Refused, models: Path, compressed: Path, tmp_path:
     damaged = shutil.copytree(compressed, tmp_path / "damaged")
     shutil.copy(file, damaged / "compression.json")
     assert "cannot be read" in refused("info", damaged)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"width": 10**9}, "do not fit its config: transformer.h."),
+        ({"width": -1}, "config.json of"),
+        ({"neurons": 10**9, "kind": "hybrid", "activation": "gelu_new"}, "config.json of"),
+        ({"rank": "all"}, "config.json of"),
+        ({"bypass": 5}, "config.json of"),
+        ({"activation": "magic"}, "config.json of"),
+    ],
+)
+def test_replacement_that_lies(
+    refused: Refused, compressed: Path, tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    damaged = Path(shutil.copytree(compressed, tmp_path / "damaged"))
+    quantization = json.loads((damaged / CONFIG).read_text(encoding="utf-8"))["quantization_config"]
+    next(iter(quantization["replacements"].values())).update(change)
+    configure(damaged, quantization_config=quantization)
+    assert says in refused("check", damaged)
 
 
 def test_plan_does_not_speak_for_this_run(compress: Compress, models: Path, compressed: Path, tmp_path: Path) -> None:
