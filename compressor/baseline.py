@@ -6,7 +6,6 @@ and also a source, a tokenizer, a library or a text that is no longer what it wa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -16,6 +15,7 @@ from pydantic import Field, ValidationError
 from compressor.assessing import Check
 from compressor.errors import InputError
 from compressor.hub import reason_of
+from compressor.parsing import parse_json
 from compressor.planfile import Part, list_mistakes
 
 SCHEMA_VERSION = 1
@@ -81,10 +81,10 @@ def read_baseline(file: Path) -> BaselineFile:
     if not file.is_file():
         raise InputError(f"baseline {file} does not exist; write it with --baseline {file} --update-baseline")
     try:
-        return BaselineFile.model_validate(json.loads(file.read_text(encoding="utf-8")))
+        return BaselineFile.model_validate(parse_json(file))
     except ValidationError as error:
         reason = list_mistakes(error)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         reason = reason_of(error)
     raise InputError(f"{file} is not a baseline: {reason}; remove it and write it anew with --update-baseline")
 

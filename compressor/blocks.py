@@ -97,6 +97,8 @@ def find_blocks(model: nn.Module) -> list[Block]:
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     if row is None or row.layers not in lists:  # the language model may be a part of a larger one
         row = guess_architecture(lists, config.num_hidden_layers, family)
+    if not lists[row.layers]:
+        raise unsupported(family, "it has no layers")
     return [
         describe_block(model, index, f"{row.layers}.{index}", row.ffn, config.hidden_size, family)
         for index in range(len(lists[row.layers]))

@@ -66,6 +66,16 @@ def droppable(file: Path, name: str) -> int:
         return 0
 
 
+def require_memory(what: str, needed: int) -> None:
+    """Refuse what cannot be had before the work starts."""
+    free = available_memory()
+    if needed > free:
+        raise InputError(
+            f"{what} takes {amount(needed)} of memory, and {amount(free)} can be had; add --low-memory, which reads "
+            "each layer from disk when it runs"
+        )
+
+
 def free_disk(place: Path) -> int:
     """Bytes that this user may still write where the path is, or will be."""
     there = next(folder for folder in (place, *place.parents) if folder.exists())

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from compressor.errors import visible
 from compressor.reporting import name_replacement, parameters_line, speed_lines, task_lines, text_lines
 
 
@@ -77,4 +78,4 @@ def block_list(blocks: list[Any]) -> str:
 
 def escape(text: str) -> str:
     """A name or path as plain Markdown text."""
-    return "".join(f"\\{c}" if c in "\\`*_{}[]<>()#+!|~" else c for c in " ".join(str(text).split()))
+    return "".join(f"\\{c}" if c in "\\`*_{}[]<>()#+!|~" else c for c in " ".join(visible(str(text)).split()))

@@ -19,11 +19,13 @@ from compressor.baseline import BaselineFile, baseline_of, compare_with, read_ba
 from compressor.budget import split_name
 from compressor.checkpoint import count_parameters
 from compressor.errors import InputError
+from compressor.hub import reason_of
 from compressor.jobs import Setting, make_evaluator, name_tasks, open_text, placing, timings
 from compressor.models import identify, load, source_of
 from compressor.page import page
 from compressor.planfile import Part, PlannedBlock, PlannedBudget, PlannedReplacement, PlannedSource, list_mistakes
 from compressor.records import describe_assessment, describe_source, describe_text, describe_tool
+from compressor.reporting import info_lines
 from compressor.saving import RECORD, write_json
 from compressor.text import group
 from compressor.weights import read_json
@@ -93,8 +95,12 @@ def read_record(directory: Path) -> dict[str, Any]:
     record = read_json(file, str(directory))
     try:
         (MeasuredRecord if "perplexity" in record else SavedRecord).model_validate(record)
+        info_lines(record)  # the parts that need not be there must be sound when they are
     except ValidationError as error:
         raise InputError(f"{file} is not a compression record of schema 1: {list_mistakes(error)}") from error
+    except Exception as error:
+        reason = f"its figures cannot be shown ({type(error).__name__}: {reason_of(error)})"
+        raise InputError(f"{file} is not a compression record of schema 1: {reason}") from error
     return record
 
 

@@ -14,12 +14,11 @@ from typer.core import TyperGroup
 
 from compressor import __version__
 from compressor import options as opt
-from compressor.errors import DONE, INTERRUPTED, MISSED, explain
+from compressor.errors import DONE, INTERRUPTED, MISSED, explain, refuse_half_characters
 from compressor.interrupting import interrupts
+from compressor.terminal import emit
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from compressor.jobs import Setting
 
 EXAMPLES = """
@@ -84,28 +83,6 @@ def begin(trust_remote_code: bool, cache: Path | None = None, no_cache: bool = F
     ranks.begin()
     progress = Progress(visible=ranks.rank() == 0)
     return Setting(progress, trust_remote_code, Cache(None if no_cache else cache or default_directory(), progress))
-
-
-def emit(report: dict[str, Any], as_json: bool, lines: list[str], table: Table | list[Table] | None) -> None:
-    """The result on stdout, once: JSON alone, or tables and a few lines."""
-    from rich.console import Console
-
-    from compressor import ranks
-    from compressor.saving import to_json
-
-    first = ranks.rank() == 0
-    ranks.end()
-    if not first:
-        return
-    if as_json:
-        print(to_json(report))
-        return
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    for one in table if isinstance(table, list) else [table] if table else []:
-        console.print(one)
-        console.print()
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -342,6 +319,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with interrupts("--no-cache" not in sys.argv[1:], is_first_to_fail) as caught:
         try:
+            refuse_half_characters([*sys.argv[1:], os.getcwd()])
             code = app(standalone_mode=False)
             if code == INTERRUPTED:  # typer makes an interrupt this code, in silence
                 code = caught.tell()

@@ -6,11 +6,15 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 DONE, MISSED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ALLOCATION = re.compile("out of memory|can't allocate memory|not enough memory", re.IGNORECASE)  # as torch says it
+LONGEST = 2000  # characters of one message
+# Control characters are shown as pictures (but tab and newline); those that turn the writing direction as �.
+PICTURES = {c: 0x2400 + c for c in range(32) if c not in (9, 10)} | {127: 0x2421}
+PICTURES |= dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
 
 
 class InputError(Exception):
@@ -32,6 +36,9 @@ def explain(error: BaseException) -> int:
         return fail("interrupted; nothing was written", INTERRUPTED)
     if number_of(error) in NO_ROOM:
         return fail(f"out of disk ({disk_reason(error)}); make room and give the same command again", BAD_INPUT)
+    if isinstance(error, OSError) and error.strerror:
+        where = f" ({shorten(str(error.filename))})" if error.filename else ""
+        return fail(f"the system says: {error.strerror}{where}; check the names, the rights and the space", BAD_INPUT)
     reason = " ".join(str(error).split())[:300]
     return fail(f"unexpected {type(error).__name__}: {reason}; run again with --debug and report it", BAD_INPUT)
 
@@ -67,5 +74,21 @@ def disk_reason(error: BaseException) -> str | None:
 
 
 def fail(message: str, code: int) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"error: {shorten(visible(' '.join(message.split())), LONGEST)}", file=sys.stderr)
     return code
+
+
+def shorten(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def refuse_half_characters(words: Iterable[str]) -> None:
+    """A name that is not UTF-8 could not be written into any record."""
+    for word in words:
+        if word != word.encode("utf-8", "replace").decode("utf-8"):
+            raise InputError(f"{word!r} is not UTF-8; rename the file or directory")
+
+
+def visible(text: str) -> str:
+    """Text that may be shown: it commands no terminal, and can be written as UTF-8."""
+    return text.encode("utf-8", "replace").decode("utf-8").translate(PICTURES)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor.charts import Axis, Chart, Point, Series
+from compressor.errors import visible
 from compressor.layout import LIGHT, RAMPS, SHAPES, Drawn, Layout, blend, brief, crest, lay_out, middle, settle
-from compressor.markup import PICTURES
 from compressor.scales import ticks
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def write(chart: Chart, stem: Path) -> list[str]:
 
 def clean(text: str, most: int | None = None) -> str:
     """Text in one line that any font and any XML can hold, of so many letters at most."""
-    line = " ".join(text.encode("utf-8", "replace").decode("utf-8").translate(PICTURES).split())
+    line = " ".join(visible(text).split())
     return line if most is None else brief(line, most)
 
 

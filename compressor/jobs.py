@@ -28,7 +28,7 @@ from compressor.recipe import Recipe
 from compressor.sensitivity import GRADIENT_TOKENS, Damage, predict
 from compressor.studying import Study, Wanted, study
 from compressor.taskfiles import BUILT_IN_TASK
-from compressor.tasks import Task, open_tasks
+from compressor.tasks import Task, open_tasks, prefix_of
 from compressor.text import SPLITS, Text, load_text, split_text
 from compressor.verdicts import SAFE_NATS
 
@@ -102,6 +102,8 @@ def open_job(recipe: Recipe, setting: Setting, *, with_tasks: bool = True) -> Jo
     )
     find_blocks(model)  # an unsupported family is refused before any text is read
     refuse_foreign_code(model)
+    for task in tasks:
+        prefix_of(model, tokenizer, task)  # a task that this tokenizer cannot do is refused here
     other = load_other(recipe, model, setting) if recipe.cross else None
     text, recipe = open_text(recipe, model, tokenizer)
     crossed = (other[0], open_text(recipe, *other)[0]) if other else None

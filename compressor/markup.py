@@ -7,13 +7,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
+from compressor.errors import visible
 from compressor.reporting import name_replacement
 
 Record = Mapping[str, Any]
 MISSING = "–"
-# Control characters are shown as pictures (but tab and newline); those that turn the writing direction as �.
-PICTURES = {c: 0x2400 + c for c in range(32) if c not in (9, 10)} | {127: 0x2421}
-PICTURES |= dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
 
 
 class Html(str):
@@ -24,8 +22,7 @@ def put(value: Any) -> str:
     """Anything as HTML: `Html` as it is; all else escaped, and always possible to write as UTF-8."""
     if isinstance(value, Html):
         return value
-    text = MISSING if value is None else str(value).encode("utf-8", "replace").decode("utf-8")
-    return html.escape(text.translate(PICTURES))
+    return html.escape(visible(MISSING if value is None else str(value)))
 
 
 def join(*parts: Any) -> Html:

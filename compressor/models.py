@@ -38,11 +38,13 @@ from transformers.utils import logging
 
 from compressor import ranks
 from compressor.blocks import find_blocks
+from compressor.capacity import require_memory
 from compressor.errors import InputError
 from compressor.hub import MODEL_ALTERNATIVES, Snapshot, open_snapshot, reason_of
 from compressor.modeling_compressor import METHOD
+from compressor.scrutiny import CONFIG_BYTES, compare, refuse_absurd, try_out
 from compressor.streaming import device_of, stream_weights
-from compressor.weights import SINGLE, Shard, digest, find_shards, hash_weights, locate_tensors, read_json
+from compressor.weights import SINGLE, Shard, digest, find_shards, hash_weights, list_tensors, main_dtype, read_json
 
 DEMO = Path(__file__).parent / "demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,7 +85,8 @@ def load(
     if dtype != "auto" and dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}; use auto, {', '.join(DTYPES)}")
     name, directory, snapshot = locate(model, revision, trust_remote_code)
-    raw = read_json(directory / "config.json", model)
+    raw = read_json(directory / "config.json", model, CONFIG_BYTES)
+    refuse_absurd(raw, model)
     if is_compressed(raw, model):
         if not allow_compressed:
             raise already_compressed(directory, model)
@@ -91,10 +94,14 @@ def load(
     with quiet():
         config = load_config(raw, directory, model, trust_remote_code)
         tokenizer = load_tokenizer(directory, model, config, trust_remote_code)
-    shards = find_shards(directory, model, snapshot)
-    place, stored = locate_tensors(shards, model)
+    tensors = list_tensors(find_shards(directory, model, snapshot), model)
+    with quiet(), refusing(f"config.json of {model} is not valid"):
+        numbers = compare(config, raw, tensors, model, trust_remote_code=trust_remote_code)
+    stored = main_dtype(tensors, model)
     computed = DTYPES.get(dtype) or (torch.float32 if target.type == "cpu" else stored)
-    sha256 = hash_weights(place, model, computed)
+    if not low_memory:
+        require_memory(f"{model} as {str(computed).removeprefix('torch.')}", numbers * computed.itemsize)
+    sha256 = hash_weights(tensors, model, computed)
     with quiet():
         loaded = load_weights(directory, model, config, computed, trust_remote_code, low_memory)
     if low_memory:
@@ -103,6 +110,8 @@ def load(
         with refusing(f"{model} cannot be put on {target}", "use --device cpu"):
             loaded.to(target)
     loaded.eval()
+    with quiet(), refusing(f"{model} cannot be computed with", "check its config.json"):
+        try_out(loaded)
     source = Source(name, snapshot.commit if snapshot else None, config.model_type, sha256, stored)
     loaded.config.name_or_path = loaded.name_or_path = tokenizer.name_or_path = name
     setattr(loaded, SOURCE_ATTRIBUTE, source)
@@ -183,8 +192,10 @@ def already_compressed(directory: Path, model: str) -> InputError:
     return InputError(f"{model} is already compressed; compress its source {original or 'model'} instead")
 
 
-def refuse_detours(raw: dict[str, Any], model: str) -> None:
+def refuse_detours(raw: dict[str, Any], directory: Path, model: str) -> None:
     """Refuse what would make from_pretrained fetch code (a kernel) or read other weights than were checked."""
+    if (directory / "adapter_config.json").is_file():  # with peft installed, its base model would be read instead
+        raise InputError(f"{model} has adapter_config.json; merge the adapter into its base model, or remove the file")
     for key in ("attn_implementation", "_attn_implementation"):
         if "/" in str(raw.get(key)):
             raise InputError(f"config.json of {model} sets {key} to {raw[key]!r}, which is code; set it to 'sdpa'")
@@ -204,7 +215,7 @@ def load_config(raw: dict[str, Any], directory: Path, model: str, trust_remote_c
             raise InputError(f"{model} ({model_type}) runs code of its own; if you trust it, add --trust-remote-code")
         version = transformers.__version__
         raise InputError(f"transformers {version} does not know model type {model_type!r} of {model}; upgrade it")
-    refuse_detours(raw, model)
+    refuse_detours(raw, directory, model)
     with refusing(f"config.json of {model} is not valid"):
         config = AutoConfig.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
@@ -234,12 +245,18 @@ def load_tokenizer(
             directory, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
         )
         tokens = tokenizer(SAMPLE)["input_ids"]
+        # Added tokens, such as a padding that nobody trained, come up only where a text spells them out.
+        highest = max(set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder), default=0)
     if not tokens or len(tokenizer) <= len(tokenizer.all_special_ids):
         raise InputError(f"the tokenizer of {model} has no vocabulary; save the tokenizer in the same directory")
     rows = getattr(config.get_text_config(), "vocab_size", None)
     if rows is not None and max(tokens) >= rows:
         raise InputError(
             f"the tokenizer of {model} gives token {max(tokens)}, but the model has {rows} embeddings; use its own one"
+        )
+    if rows is not None and highest >= rows:
+        raise InputError(
+            f"the tokenizer of {model} has tokens up to {highest}, but the model has {rows} embeddings; use its own"
         )
     return tokenizer
 

@@ -11,19 +11,32 @@ from compressor import recipe as recipes
 from compressor.assessing import Evaluator, Measured
 from compressor.blocks import find_blocks
 from compressor.capacity import require_disk
+from compressor.charting import charts_of
 from compressor.checkpoint import count_parameters
 from compressor.directories import reserved
 from compressor.errors import BudgetError, InputError
 from compressor.figures import draw_frontier
+from compressor.hub import reason_of
 from compressor.jobs import Job, Setting, measure_once, open_job, study_of
 from compressor.linearity import describe_profile
 from compressor.modeling_compressor import Replacement
 from compressor.models import identify, source_of
+from compressor.page import page
 from compressor.patching import identify_patched, patch, patched
 from compressor.planfile import read_plan
 from compressor.planning import Plan, Planner, fit_forms
 from compressor.recipe import Recipe
-from compressor.records import describe_assessment, describe_budget, describe_plan, describe_speed, put_replacements
+from compressor.records import (
+    describe_assessment,
+    describe_budget,
+    describe_plan,
+    describe_source,
+    describe_speed,
+    describe_text,
+    describe_tool,
+    put_replacements,
+)
+from compressor.reporting import agreement_lines, block_table, notes
 from compressor.rereading import TOKENS
 from compressor.saving import RECORD, write_json, write_result
 from compressor.studying import Study
@@ -121,6 +134,7 @@ def compress(recipe: Recipe, setting: Setting) -> dict[str, Any]:
 def apply(recipe: Recipe, plan_file: Path, setting: Setting) -> dict[str, Any]:
     """Fit, patch and save a given plan. BudgetError, and nothing written, when it misses its budget."""
     plan, record = read_plan(plan_file)
+    refuse_unshowable(record, plan_file)
     forms = plan.forms()
     given = recipe.model_dump(exclude_unset=True)
     recorded = {key: value for key, value in plan.recipe.items() if key not in ("out", "overwrite")}
@@ -145,11 +159,23 @@ def apply(recipe: Recipe, plan_file: Path, setting: Setting) -> dict[str, Any]:
         with patched(job.model, find_blocks(job.model), fits):
             after = evaluator.measure(job.model, "compressed", identity)
         refuse_missed(evaluator, before, after, forms)
+        record |= {**describe_tool(), "source": describe_source(job.model), "text": describe_text(job.text)}
         record["recipe"] = job.recipe.settings()
         record["parameters"] = {"before": count_parameters(job.model)}
         sizes = {block.index: block.parameters for block in find_blocks(job.model)}
         record["blocks"] = [{**b, "params_before": sizes[b["index"]]} for b in record["blocks"] if b["index"] in sizes]
         return finish(job, evaluator, fits, before, after, put_replacements(record, fits), out)
+
+
+def refuse_unshowable(record: dict[str, Any], plan_file: Path) -> None:
+    """The plan's measurements go into the report of what is made from it: say before the work that they cannot."""
+    try:
+        page(record)
+        charts_of(record)
+        notes(record), agreement_lines(record), block_table(record)
+    except Exception as error:  # whatever stands in the file, in whatever place
+        reason = f"its figures cannot be shown ({type(error).__name__}: {reason_of(error)})"
+        raise InputError(f"plan {plan_file} is not a plan: {reason}; make it again with `compress plan`") from error
 
 
 def reserved_out(recipe: Recipe, setting: Setting) -> AbstractContextManager[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from compressor.errors import InputError
 from compressor.forms import Form
+from compressor.parsing import Malformed, parse_json
 
 
 class Part(BaseModel):
@@ -85,13 +85,13 @@ def form_of(index: int, replacement: PlannedReplacement) -> Form:
 def read_plan(file: Path) -> tuple[PlanFile, dict[str, Any]]:
     """The validated plan and the whole record as it stands in the file."""
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
+        record = parse_json(file)
         return PlanFile.model_validate(record), record
     except FileNotFoundError:
         raise InputError(f"plan {file} does not exist; make one with `compress plan MODEL --max-dppl 1.0`") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"plan {file} cannot be read: {error}") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except Malformed as error:
         raise InputError(f"plan {file} is not valid JSON: {error}") from error
     except ValidationError as error:
         raise InputError(f"plan {file} is not a plan: {list_mistakes(error)}") from error

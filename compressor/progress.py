@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from compressor.errors import visible
+
 Item = TypeVar("Item")
 
 
@@ -34,7 +36,7 @@ class Progress:
     def bar(self, step: str, total: int, detail: str = "") -> Iterator[Callable[[int], None]]:
         """One step of `total` parts, with the time left."""
         began = time.perf_counter()
-        label = f"{step} {detail}".rstrip()
+        label = visible(f"{step} {detail}".rstrip())
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -51,4 +53,4 @@ class Progress:
         self.say(f"{label}: {seconds:.1f} s")
 
     def say(self, line: str) -> None:
-        self.console.print(line, markup=False, soft_wrap=True)
+        self.console.print(visible(line).replace("\n", " "), markup=False, soft_wrap=True)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from compressor.budget import Budget, budgets_of, parse_drop, split_name
 from compressor.errors import InputError
 from compressor.generating import CONTINUATION_TOKENS
+from compressor.parsing import Malformed, parse_yaml
 from compressor.text import CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS
 
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -70,7 +71,7 @@ class Recipe(BaseModel):
     out: str | None = None
     overwrite: Annotated[bool, Field(strict=True)] = False
     max_dppl: Amounts | None = None
-    confidence: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    confidence: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.95
     objective: Literal["speed", "size"] = "speed"
     text: Words | None = None
     seq_len: Annotated[int, Field(strict=True, ge=2)] | None = None
@@ -86,7 +87,7 @@ class Recipe(BaseModel):
     swap: Annotated[bool, Field(strict=True)] | None = None
     swap_tokens: Count = 4096
     probe: Annotated[list[Literal["bilinear", "trained"]], BeforeValidator(split_commas)] | None = None
-    probe_steps: Count = 1000
+    probe_steps: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = 1000
     cross: str | None = None
     batch_size: Count = 8
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
@@ -166,13 +167,13 @@ def read(file: Path | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        values = parse_yaml(file)
     except FileNotFoundError:
         raise InputError(f"recipe {file} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"recipe {file} cannot be read: {error}") from error
-    except (yaml.YAMLError, RecursionError) as error:
-        raise InputError(f"recipe {file} is not valid YAML: {str(error).splitlines()[0]}") from error
+    except Malformed as error:
+        raise InputError(f"recipe {file} is not valid YAML{error.where}: {error}") from error
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text as Styled
 
 from compressor.linearity import profiles_of, verdict_counts
 from compressor.markup import last_part, num, percent
@@ -147,7 +148,7 @@ def profile_tables(report: Record) -> list[Table]:
 
 def profile_table(report: Record, title: str | None) -> Table:
     swapped = any("swap" in block for block in report["blocks"])
-    table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
+    table = Table(box=None, pad_edge=False, header_style="bold", title=title and Styled(title), title_justify="left")
     cost = ["ΔPPL alone", "95 % interval"] if swapped else ["predicted nats"]
     names = [
         "block",

@@ -18,10 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from compressor.errors import InputError
 from compressor.hub import reason_of, why_unreachable
+from compressor.parsing import Malformed, PlainLoader, parse_yaml
 
 BUILT_IN = Path(__file__).parent / "demo" / "tasks"
 BUILT_IN_TASK = "demo_last_word"
@@ -69,8 +68,8 @@ class Code(str):
     """`!function module.name`, not resolved: finding a task runs nothing."""
 
 
-class Loader(yaml.SafeLoader):
-    """Plain values, and code as text."""
+class Loader(PlainLoader):
+    """Plain values, and code as text. Some of lm-eval's own files have a key twice."""
 
 
 Loader.add_constructor("!function", lambda _, node: Code(node.value))
@@ -88,16 +87,13 @@ def read_config(file: Path, seen: tuple[Path, ...] = ()) -> Config:
     if file in seen:
         raise InputError(f"task file {file} includes itself")
     try:
-        config = yaml.load(file.read_text(encoding="utf-8"), Loader=Loader)
+        config = parse_yaml(file, Loader)
     except FileNotFoundError:
         raise InputError(f"task file {seen[-1] if seen else file} includes {file}, which does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"task file {file} cannot be read: {error}") from error
-    except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" (line {mark.line + 1})" if mark else ""
-        what = getattr(error, "problem", None) or reason_of(error)
-        raise InputError(f"task file {file} is not valid YAML{where}: {what}") from error
+    except Malformed as error:
+        raise InputError(f"task file {file} is not valid YAML{error.where}: {error}") from error
     if not isinstance(config, dict):
         raise InputError(f"task file {file} must be a mapping with a key `task`, such as `task: my_task`")
     merged: Config = {}
@@ -264,8 +260,8 @@ def refuse_early(
 ) -> None:
     """Refuse the tasks of options, else of a recipe; what else is wrong with the recipe is told when it is read."""
     recorded: Any = {}
-    with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
-        recorded = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe else {}
+    with suppress(OSError, ValueError):
+        recorded = parse_yaml(recipe) if recipe else {}
     recorded = recorded if isinstance(recorded, dict) else {}
     asked, folders = as_list(names or recorded.get("tasks")), as_list(paths or recorded.get("task_path"))
     words = [part.strip() for word in asked if isinstance(word, str) for part in word.split(",")]

@@ -159,6 +159,7 @@ def score(
 ) -> Scores:
     """Every metric of every document (or of the documents `only`), by lm-eval's HFLM. The model is left as it was."""
     progress = progress or Progress()
+    prefix = prefix_of(model, tokenizer, task)
     with ExitStack() as stack:
         stack.enter_context(silent())
         stack.enter_context(quiet())
@@ -180,6 +181,7 @@ def score(
                 backend="causal",
                 batch_size=logits_batch(model, longest_request(task, tokenizer, longest(model)), batch_size),
                 max_length=longest(model),
+                prefix_token_id=prefix,
             )
             lm._device = device_of(model)  # of a model whose weights are on disk it would be none
             task.body.set_fewshot_seed(seed=FEWSHOT_SEED)
@@ -205,6 +207,16 @@ def score(
     if task.metric not in names:
         raise InputError(f"task {task.name} gave no {task.metric} for its documents; it gave {', '.join(names)}")
     return {name: torch.tensor([float(row[name]) for row in rows], dtype=torch.float64) for name in names}
+
+
+def prefix_of(model: Any, tokenizer: Any, task: Task) -> int | None:
+    """The token before a text with nothing before it; None: lm-eval takes the tokenizer's beginning or end."""
+    if tokenizer.eos_token_id is None and task.body.OUTPUT_TYPE == "generate_until":
+        raise InputError(f"task {task.name} writes until the end, but the tokenizer has no eos_token; give it one")
+    if tokenizer.bos_token_id is not None or tokenizer.eos_token_id is not None:
+        return None
+    recorded = (getattr(model.config.get_text_config(), f"{end}_token_id", None) for end in ("bos", "eos"))
+    return next((token for token in recorded if isinstance(token, int) and 0 <= token < len(tokenizer)), 0)
 
 
 def longest_request(task: Task, tokenizer: Any, most: int) -> int:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from compressor.errors import InputError
 from compressor.hub import Snapshot, add_files, reason_of
+from compressor.parsing import JSON_BYTES, parse_json, unique
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -28,14 +30,14 @@ SAFETENSORS_DTYPES = {  # in the order in which safetensors lays tensors out
 }
 
 
-def read_json(path: Path, model: str) -> dict[str, Any]:
+def read_json(path: Path, model: str, most: int = JSON_BYTES) -> dict[str, Any]:
     if not path.is_file():
         adapter = (path.parent / "adapter_config.json").is_file()
         remedy = "merge the adapter into its base model first" if adapter else "give the directory of a saved model"
         raise InputError(f"{model} has no {path.name}; {remedy}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_json(path, most)
+    except (OSError, ValueError) as error:
         raise InputError(f"{path.name} of {model} cannot be read: {reason_of(error)}; save the model again") from error
     if not isinstance(content, dict):
         raise InputError(f"{path.name} of {model} is not a JSON object; save the model again")
@@ -50,11 +52,14 @@ def find_shards(directory: Path, model: str, snapshot: Snapshot | None) -> list[
         if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
             raise InputError(f"{INDEX} of {model} has no weight_map; save the model again")
         names = sorted(set(table.values()))
-    outside = [name for name in names if Path(name).name != name]
+    outside = [name for name in names if Path(name).name != name or "\\" in name]
     if outside:
         raise InputError(
             f"{INDEX} of {model} names {outside[0]!r}, which is outside the directory; save the model again"
         )
+    other = next((name for name in names if not name.endswith(".safetensors") or set(name) & set("*?[]")), None)
+    if other is not None:  # transformers would unpickle it
+        raise InputError(f"{INDEX} of {model} names {other!r}, which is no safetensors file; save the model again")
     if snapshot:
         add_files(snapshot, names)
     missing = [name for name in names if not (directory / name).is_file()]
@@ -70,30 +75,67 @@ def find_shards(directory: Path, model: str, snapshot: Snapshot | None) -> list[
     return [directory / name for name in names]
 
 
-def locate_tensors(shards: list[Path], model: str) -> tuple[dict[str, Path], torch.dtype]:
-    """Which file holds which tensor, and the dtype that holds most of the floating-point bytes."""
-    place: dict[str, Path] = {}
-    sizes: Counter[torch.dtype] = Counter()
+@dataclass(frozen=True)
+class Stored:
+    """What the header of a file says of one tensor."""
+
+    file: Path
+    shape: torch.Size
+    dtype: torch.dtype | None  # None: not a floating-point number
+
+
+def list_tensors(shards: list[Path], model: str) -> dict[str, Stored]:
+    """Every stored tensor by name; a name that stands twice is refused, and so is an index that is wrong."""
+    found: dict[str, Stored] = {}
     for shard in shards:
         with open_shard(shard, model) as file:
+            refuse_repeated(shard, model)
             for name in file.keys():  # noqa: SIM118  it is not a mapping
-                place[name] = shard
+                if name in found:
+                    raise InputError(
+                        f"{model} has {name} in {found[name].file.name} and in {shard.name}; save it again"
+                    )
                 part = file.get_slice(name)
                 if part.get_dtype() not in SAFETENSORS_DTYPES:
                     raise InputError(f"{model} has {name} as {part.get_dtype()}; give an unquantised model")
                 dtype = STORAGE_DTYPES.get(part.get_dtype())
-                if dtype:
-                    sizes[dtype] += dtype.itemsize * torch.Size(part.get_shape()).numel()
+                found[name] = Stored(shard, torch.Size(part.get_shape()), dtype)
+    index = shards[0].with_name(INDEX)
+    table = {} if shards[0].name == SINGLE or not index.is_file() else read_json(index, model)["weight_map"]
+    for name, shard_name in table.items():
+        if name not in found or found[name].file.name != shard_name:
+            raise InputError(f"{INDEX} of {model} puts {name} into {shard_name}, which does not hold it; save it again")
+    return found
+
+
+def refuse_repeated(shard: Path, model: str) -> None:
+    """Of two tensors of one name in a header safetensors takes the last, in silence."""
+    with shard.open("rb") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+    try:
+        json.loads(header, object_pairs_hook=unique)
+    except ValueError as error:
+        raise InputError(
+            f"{shard.name} of {model} is damaged ({reason_of(error)}); copy or download it again"
+        ) from error
+
+
+def main_dtype(stored: Mapping[str, Stored], model: str) -> torch.dtype:
+    """The dtype that holds most of the floating-point bytes."""
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in stored.values():
+        if tensor.dtype:
+            sizes[tensor.dtype] += tensor.dtype.itemsize * tensor.shape.numel()
     if not sizes:
         raise InputError(f"{model} has no floating-point weights; give an unquantised model")
-    return place, sizes.most_common(1)[0][0]
+    return sizes.most_common(1)[0][0]
 
 
-def hash_weights(place: dict[str, Path], model: str, computed: torch.dtype) -> str:
+def hash_weights(stored: Mapping[str, Stored], model: str, computed: torch.dtype) -> str:
     """The hash of all tensors, one in memory at a time; NaN and infinite values, as computed with, are refused."""
 
     def sound() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in read_tensors(place):
+        for name, tensor in read_tensors({name: place.file for name, place in stored.items()}):
             if tensor.dtype in STORAGE_DTYPES.values() and not tensor.to(computed).isfinite().all():
                 kind = str(computed).removeprefix("torch.")
                 raise InputError(

@@ -60,6 +60,36 @@ def compress() -> Compress:
     return run
 
 
+def tree(root: Path) -> dict[str, bytes | None]:
+    """Every file and directory under a root, hidden ones too, with its content."""
+    return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in sorted(root.rglob("*"))}
+
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(compress: Compress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """Run the command in an empty directory of its own; return its only error line."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+
+    def run(*arguments: str | Path) -> str:
+        before = tree(tmp_path)
+        done = compress(*arguments)
+        assert done.code == 2, (done.code, done.err)
+        assert len(done.errors) == 1, done.err
+        assert done.err.splitlines()[-1] == done.errors[0]
+        assert "Traceback" not in done.err
+        assert not done.errors[0].startswith("error: unexpected")  # the line for what nobody thought of
+        assert done.out == ""
+        assert tree(tmp_path) == before
+        return done.errors[0]
+
+    return run
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Nothing that a test measures goes into the user's cache, and nothing comes from it."""

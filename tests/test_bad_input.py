@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +12,12 @@ import datasets
 import huggingface_hub
 import pytest
 import torch
-from conftest import SMALL, Compress, sentences
+from conftest import SMALL, Compress, Refused, sentences
 from localtasks import write_lines, write_task, write_yaml
 from safetensors.torch import load_file, save_file
 
 WEIGHTS = "model.safetensors"
 RECORD = "compression.json"
-
-
-def tree(root: Path) -> dict[str, bytes | None]:
-    """Every file and directory under a root, hidden ones too, with its content."""
-    return {str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in sorted(root.rglob("*"))}
-
-
-Refused = Callable[..., str]
-
-
-@pytest.fixture
-def refused(compress: Compress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refused:
-    """Run the command in an empty directory of its own; return its only error line."""
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-
-    def run(*arguments: str | Path) -> str:
-        before = tree(tmp_path)
-        done = compress(*arguments)
-        assert done.code == 2, (done.code, done.err)
-        assert len(done.errors) == 1, done.err
-        assert done.err.splitlines()[-1] == done.errors[0]
-        assert "Traceback" not in done.err
-        assert not done.errors[0].startswith("error: unexpected")  # the line for what nobody thought of
-        assert done.out == ""
-        assert tree(tmp_path) == before
-        return done.errors[0]
-
-    return run
 
 
 @pytest.fixture

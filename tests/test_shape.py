@@ -25,6 +25,7 @@ ORDER = [
     "regression",
     "subsets",
     "hub",
+    "parsing",
     "weights",
     "streaming",
     "modeling_compressor",
@@ -33,6 +34,7 @@ ORDER = [
     "neurons",
     "text",
     "taskfiles",
+    "scrutiny",
     "models",
     "cache",
     "stream",
@@ -82,6 +84,7 @@ ORDER = [
     "pipeline",
     "checking",
     "options",
+    "terminal",
     "cli",
     "__main__",
 ]
