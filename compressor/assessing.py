@@ -20,7 +20,7 @@ from compressor.progress import Progress
 from compressor.tasks import Drop, Scores, Task, compare_scores, longest, score, task_key
 from compressor.text import Text
 
-Identity = Mapping[str, Any]  # of `models.identify`, or of `patching.identify_patched`
+Identity = Mapping[str, Any]  # of `sources.identify`, or of `patching.identify_patched`
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,13 @@ from compressor.checkpoint import count_parameters
 from compressor.errors import InputError
 from compressor.hub import reason_of
 from compressor.jobs import Setting, make_evaluator, name_tasks, open_text, placing, timings
-from compressor.models import identify, load, source_of
+from compressor.models import load
 from compressor.page import page
 from compressor.planfile import Part, PlannedBlock, PlannedBudget, PlannedReplacement, PlannedSource, list_mistakes
 from compressor.records import describe_assessment, describe_source, describe_text, describe_tool
 from compressor.reporting import info_lines
 from compressor.saving import RECORD, write_json
+from compressor.sources import identify, source_of
 from compressor.text import group
 from compressor.weights import read_json
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
-from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +12,8 @@ from typer.core import TyperGroup
 
 from compressor import __version__
 from compressor import options as opt
-from compressor.errors import DONE, INTERRUPTED, MISSED, explain, refuse_half_characters
-from compressor.interrupting import interrupts
+from compressor.ending import end
+from compressor.errors import DONE, MISSED
 from compressor.terminal import emit
 
 if TYPE_CHECKING:
@@ -317,32 +315,4 @@ def main() -> None:
     # transformers and tokenizers print advice that is not for the user of this command.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    with interrupts("--no-cache" not in sys.argv[1:], is_first_to_fail) as caught:
-        try:
-            refuse_half_characters([*sys.argv[1:], os.getcwd()])
-            code = app(standalone_mode=False)
-            if code == INTERRUPTED:  # typer makes an interrupt this code, in silence
-                code = caught.tell()
-        except KeyboardInterrupt:
-            code = caught.tell()
-        except Exception as error:
-            if "--debug" in sys.argv[1:]:
-                raise
-            with nullcontext() if caught.number or is_first_to_fail() else redirect_stderr(io.StringIO()):
-                ranks = sys.modules.get("compressor.ranks")
-                code = caught.tell() if caught.number else explain(ranks.told(error) if ranks else error)
-    if code and launched() > 1:
-        sys.stderr.flush()
-        os._exit(code)  # the others may be gone, and leaving in order would wait for them
-    sys.exit(code or DONE)
-
-
-def launched() -> int:
-    """How many processes a launcher started together, this one included."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_first_to_fail() -> bool:
-    """Of several processes one prints the line. Before they have met, that is the first."""
-    found = sys.modules.get("compressor.ranks")
-    return found.is_first_to_fail() if found else int(os.environ.get("RANK", "0")) == 0
+    end(lambda: app(standalone_mode=False), sys.argv[1:])

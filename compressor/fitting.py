@@ -12,9 +12,9 @@ from compressor.blocks import Block, placing
 from compressor.forms import Form, Forms
 from compressor.measuring import moments_device
 from compressor.modeling_compressor import Replacement, restore, swap
-from compressor.models import source_of
 from compressor.moments import ACCUMULATION_DTYPE
 from compressor.neurons import Neurons
+from compressor.sources import source_of
 from compressor.statistics import Statistics, collect, own_bias
 from compressor.stream import Stream, stream_gain
 from compressor.subsets import Fitted, choose_strength, root_of

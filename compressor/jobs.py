@@ -21,11 +21,12 @@ from compressor.crossing import refuse_widths
 from compressor.errors import InputError
 from compressor.generating import opening_prompts, read_prompts
 from compressor.measuring import measure
-from compressor.models import context_of, identify, load, quiet, source_of
+from compressor.models import load, quiet
 from compressor.profiles import Profile
 from compressor.progress import Progress
 from compressor.recipe import Recipe
 from compressor.sensitivity import GRADIENT_TOKENS, Damage, predict
+from compressor.sources import context_of, identify, source_of
 from compressor.studying import Study, Wanted, study
 from compressor.taskfiles import BUILT_IN_TASK
 from compressor.tasks import Task, open_tasks, prefix_of

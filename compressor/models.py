@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.metadata import version
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -43,24 +39,13 @@ from compressor.errors import InputError
 from compressor.hub import MODEL_ALTERNATIVES, Snapshot, open_snapshot, reason_of
 from compressor.modeling_compressor import METHOD
 from compressor.scrutiny import CONFIG_BYTES, compare, refuse_absurd, try_out
-from compressor.streaming import device_of, stream_weights
-from compressor.weights import SINGLE, Shard, digest, find_shards, hash_weights, list_tensors, main_dtype, read_json
+from compressor.sources import SOURCE_ATTRIBUTE, Source
+from compressor.streaming import stream_weights
+from compressor.weights import SINGLE, Shard, find_shards, hash_weights, list_tensors, main_dtype, read_json
 
 DEMO = Path(__file__).parent / "demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SOURCE_ATTRIBUTE = "compressor_source"
 SAMPLE = "The quick brown fox jumps over 13 lazy dogs."
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a model came from. The hash covers names, types, shapes and bytes of all tensors, not their sharding."""
-
-    model: str
-    revision: str | None
-    model_type: str
-    weights_sha256: str
-    dtype: torch.dtype
 
 
 def load(
@@ -116,24 +101,6 @@ def load(
     loaded.config.name_or_path = loaded.name_or_path = tokenizer.name_or_path = name
     setattr(loaded, SOURCE_ATTRIBUTE, source)
     return loaded, tokenizer
-
-
-def source_of(model: PreTrainedModel) -> Source:
-    """What `load` recorded; for a model that came another way, what its config and its present weights say."""
-    recorded = getattr(model, SOURCE_ATTRIBUTE, None)
-    if isinstance(recorded, Source):
-        return recorded
-    name = model.config.name_or_path or type(model).__name__
-    if Path(name).is_dir():
-        name = os.path.abspath(name)
-    sha256 = digest(sorted(model.state_dict().items()))
-    return Source(name, getattr(model.config, "_commit_hash", None), model.config.model_type, sha256, model.dtype)
-
-
-def context_of(model: PreTrainedModel) -> int | None:
-    """The tokens that the model can take, where its config says so."""
-    config = model.config.get_text_config()
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -353,18 +320,3 @@ def quiet() -> Iterator[None]:
                 logging.enable_progress_bar()
             if hub_bars_off:
                 disable_progress_bars()
-
-
-def identify(model: Any) -> dict[str, Any]:
-    """All that a stored model's outputs depend on: weights, configuration, precision, device, libraries."""
-    config = model.config.to_dict()
-    for name in ("_name_or_path", "name_or_path", "transformers_version"):
-        config.pop(name, None)
-    return {
-        "weights": source_of(model).weights_sha256,
-        "config": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),
-        "dtype": str(model.dtype),
-        "device": device_of(model).type,
-        "threads": torch.get_num_threads(),
-        **{name: version(name) for name in ("compressor", "torch", "transformers")},
-    }

@@ -11,7 +11,7 @@ from torch import nn
 
 from compressor.blocks import Block
 from compressor.modeling_compressor import Replacement, restore, specs, swap
-from compressor.models import identify
+from compressor.sources import identify
 from compressor.weights import digest
 
 __all__ = ["Originals", "identify_patched", "patch", "patched", "specs", "unpatch"]

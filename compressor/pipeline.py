@@ -20,7 +20,6 @@ from compressor.hub import reason_of
 from compressor.jobs import Job, Setting, measure_once, open_job, study_of
 from compressor.linearity import describe_profile
 from compressor.modeling_compressor import Replacement
-from compressor.models import identify, source_of
 from compressor.page import page
 from compressor.patching import identify_patched, patch, patched
 from compressor.planfile import read_plan
@@ -39,6 +38,7 @@ from compressor.records import (
 from compressor.reporting import agreement_lines, block_table, notes
 from compressor.rereading import TOKENS
 from compressor.saving import RECORD, write_json, write_result
+from compressor.sources import identify, source_of
 from compressor.studying import Study
 from compressor.text import SPLITS
 from compressor.timing import flops_per_token, measure_speed

@@ -24,9 +24,9 @@ from compressor.dissecting import Band, Hurt
 from compressor.evaluating import Evaluation
 from compressor.generating import Talk
 from compressor.modeling_compressor import Replacement
-from compressor.models import source_of
 from compressor.patching import specs
 from compressor.planning import Plan
+from compressor.sources import source_of
 from compressor.tasks import Drop, Task
 from compressor.text import SPLITS, UNNAMED, Split, Text
 from compressor.timing import Speed

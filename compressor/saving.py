@@ -21,11 +21,12 @@ from compressor.errors import InputError, disk_reason
 from compressor.figures import draw
 from compressor.linearity import tables_of
 from compressor.locking import held_directory, sweep
-from compressor.models import quiet, source_of
+from compressor.models import quiet
 from compressor.page import page
 from compressor.progress import Progress
 from compressor.records import describe_model
 from compressor.rereading import first_tokens, verify_written
+from compressor.sources import source_of
 
 RECORD = "compression.json"
 PROFILE = "profile.json"

@@ -19,11 +19,11 @@ from compressor.capacity import amount, available_memory, free_disk
 from compressor.errors import InputError
 from compressor.locking import scratch_directory
 from compressor.measuring import PARTS, merge, moments_device, stream_weights
-from compressor.models import identify
 from compressor.moments import ACCUMULATION_DTYPE, Moments
 from compressor.neurons import Neurons, find_neurons
 from compressor.progress import Progress
 from compressor.sensitivity import GRADIENT_TOKENS, Gradients, walk_gradients
+from compressor.sources import identify
 from compressor.stream import Stream, own_key
 from compressor.surveying import Survey, pack_moments, survey, unpack, unpack_moments
 from compressor.text import Text

@@ -21,11 +21,11 @@ from compressor.checkpoint import count_parameters
 from compressor.evaluating import Evaluation, Losses, compare, evaluate, has_plain_head, logits_batch
 from compressor.fitting import settle
 from compressor.modeling_compressor import Replacement
-from compressor.models import identify, source_of
 from compressor.moments import ACCUMULATION_DTYPE
 from compressor.patching import patched
 from compressor.profiles import BlockProfile, Profile
 from compressor.progress import Progress
+from compressor.sources import identify, source_of
 from compressor.stream import Stream, stream_gain
 from compressor.text import Split, Text
 

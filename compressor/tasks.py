@@ -23,8 +23,9 @@ from torch import Tensor
 from compressor.errors import InputError
 from compressor.evaluating import interval_of, logits_batch, resampled_means
 from compressor.hub import reason_of, why_unreachable
-from compressor.models import context_of, quiet
+from compressor.models import quiet
 from compressor.progress import Progress
+from compressor.sources import context_of
 from compressor.streaming import device_of
 from compressor.taskfiles import TASK_ALTERNATIVES, TaskFile, find_tasks, refuse_unusable
 from compressor.text import cache_only

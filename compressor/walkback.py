@@ -10,9 +10,9 @@ from compressor.assessing import Evaluator, Measured
 from compressor.errors import BudgetError
 from compressor.evaluating import Evaluation, Losses
 from compressor.forms import Forms, name_all
-from compressor.models import identify
 from compressor.patching import identify_patched, patched
 from compressor.planning import Plan, Planner, ask_all
+from compressor.sources import identify
 from compressor.tasks import Drop, Scores, lost_documents
 from compressor.trials import label
 

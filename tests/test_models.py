@@ -27,8 +27,9 @@ from compressor.blocks import find_blocks
 from compressor.checkpoint import write_checkpoint
 from compressor.errors import InputError
 from compressor.modeling_compressor import Replacement
-from compressor.models import load, source_of
+from compressor.models import load
 from compressor.patching import patch
+from compressor.sources import source_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

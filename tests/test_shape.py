@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "compressor"
 ORDER = [
     "errors",
     "interrupting",
+    "ending",
     "capacity",
     "locking",
     "ranks",
@@ -28,6 +29,7 @@ ORDER = [
     "parsing",
     "weights",
     "streaming",
+    "sources",
     "modeling_compressor",
     "blocks",
     "profiles",
