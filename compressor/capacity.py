@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -74,6 +76,26 @@ def require_memory(what: str, needed: int) -> None:
             f"{what} takes {amount(needed)} of memory, and {amount(free)} can be had; add --low-memory, which reads "
             "each layer from disk when it runs"
         )
+
+
+def require_precision(dtype: Any) -> None:
+    """Refuse a dtype that the processor cannot compute in: some announce it and then stop the process.
+
+    Tried in a child, for nothing else survives it.
+    """
+    import torch
+
+    if dtype == torch.float32 or not hasattr(os, "fork"):
+        return
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)  # the parent's threads are not here
+        rows = torch.ones(64, 64, dtype=dtype)
+        rows @ rows
+        os._exit(0)
+    if os.WIFSIGNALED(os.waitpid(child, 0)[1]):
+        name = str(dtype).removeprefix("torch.")
+        raise InputError(f"this machine's processor stops at its first {name} product; use --dtype float32")
 
 
 def free_disk(place: Path) -> int:

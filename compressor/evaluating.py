@@ -146,7 +146,8 @@ def evaluate(
                 if plain:
                     found.append(plain_losses(model, batch).cpu())
                 else:
-                    found.append(own_losses(model(input_ids=batch, use_cache=False).logits, batch).cpu())
+                    logits = model(input_ids=batch, use_cache=False).logits
+                    found.append(own_losses(logits, batch.to(logits.device)).cpu())
                 advance(1)
     losses = Losses(torch.cat(ranks.gather(found)))
     means = losses.windows

@@ -34,7 +34,7 @@ from transformers.utils import logging
 
 from compressor import ranks
 from compressor.blocks import find_blocks
-from compressor.capacity import require_memory
+from compressor.capacity import amount, require_memory, require_precision
 from compressor.errors import InputError
 from compressor.hub import MODEL_ALTERNATIVES, Snapshot, open_snapshot, reason_of
 from compressor.modeling_compressor import METHOD
@@ -45,6 +45,7 @@ from compressor.weights import SINGLE, Shard, find_shards, hash_weights, list_te
 
 DEMO = Path(__file__).parent / "demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ROOM = 1.3  # times its weights: what a model takes on a GPU to compute
 SAMPLE = "The quick brown fox jumps over 13 lazy dogs."
 
 
@@ -84,14 +85,18 @@ def load(
         numbers = compare(config, raw, tensors, model, trust_remote_code=trust_remote_code)
     stored = main_dtype(tensors, model)
     computed = DTYPES.get(dtype) or (torch.float32 if target.type == "cpu" else stored)
+    if target.type == "cpu":
+        require_precision(computed)
+    placing: dict[str, Any] = {"device_map": {"": "disk"}}
     if not low_memory:
-        require_memory(f"{model} as {str(computed).removeprefix('torch.')}", numbers * computed.itemsize)
+        what = f"{model} as {str(computed).removeprefix('torch.')}"
+        placing = spread(what, numbers * computed.itemsize, target, device)
     sha256 = hash_weights(tensors, model, computed)
     with quiet():
-        loaded = load_weights(directory, model, config, computed, trust_remote_code, low_memory)
+        loaded = load_weights(directory, model, config, computed, trust_remote_code, **placing)
     if low_memory:
         leave_on_disk(loaded, target, scratch)
-    else:
+    elif not placing:
         with refusing(f"{model} cannot be put on {target}", "use --device cpu"):
             loaded.to(target)
     loaded.eval()
@@ -234,13 +239,9 @@ def load_weights(
     config: PretrainedConfig,
     dtype: torch.dtype,
     trust_remote_code: bool,
-    on_disk: bool = False,
+    **placing: Any,
 ) -> PreTrainedModel:
-    """The model with every weight from the files: what transformers would fill with random numbers is refused.
-
-    `on_disk` makes it ready for `leave_on_disk`.
-    """
-    placing: dict[str, Any] = {"device_map": {"": "disk"}} if on_disk else {}
+    """The model with every weight from the files: what transformers would fill with random numbers is refused."""
     with refusing(f"{model} cannot be loaded"):
         loaded, found = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -262,6 +263,23 @@ def load_weights(
         some = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         raise InputError(f"{model} lacks {len(missing)} tensors of its architecture ({some}); save the whole model")
     return loaded
+
+
+def spread(what: str, needed: int, target: torch.device, device: str) -> dict[str, Any]:
+    """How from_pretrained places a model that is larger than one GPU: over all that there are. Refuse what is too large
+    for them, or for the memory."""
+    if target.type != "cuda":
+        require_memory(what, needed)
+        return {}
+    free = [torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())]
+    if ROOM * needed <= free[target.index or 0]:
+        return {}
+    if ranks.launched() == 1 and device in ("auto", "cuda") and ROOM * needed <= sum(free):
+        return {"device_map": "balanced"}
+    raise InputError(
+        f"{what} takes {amount(needed)}, and the GPU has {amount(free[target.index or 0])} free ({len(free)} found, "
+        f"{amount(sum(free))} together); add --low-memory, which reads each layer from disk when it runs"
+    )
 
 
 def leave_on_disk(loaded: PreTrainedModel, device: torch.device, scratch: Path | None = None) -> None:

@@ -41,7 +41,8 @@ def verify_written(directory: Path, model: Any, tokens: Tensor, progress: Progre
     try:
         with quiet():
             config = load_config(read_json(directory / "config.json", name), directory, name, trust_remote_code=False)
-            again = load_weights(directory, name, config, model.dtype, trust_remote_code=False, on_disk=layers)
+            place: dict[str, Any] = {"device_map": {"": "disk"}} if layers else {}
+            again = load_weights(directory, name, config, model.dtype, trust_remote_code=False, **place)
     except InputError as error:
         raise InputError(f"what was written cannot be read again ({error}); nothing was kept") from error
     if layers:

@@ -103,5 +103,3 @@ def try_out(loaded: Any) -> None:
     output = loaded(input_ids=ids, use_cache=True)
     if output.logits.shape[:2] != ids.shape:
         raise ValueError(f"its logits have shape {list(output.logits.shape)}")
-    if output.logits.isnan().any():
-        raise ValueError("its logits are not numbers")

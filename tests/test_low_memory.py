@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from conftest import Compress
 from planted import random_text
 from zoo import FAMILIES, FORMS, Form, logits, random_replacement, save_tiny, stored, tiny_model, tiny_tokenizer, tokens
@@ -18,15 +19,17 @@ from compressor.agreement import measure_agreement
 from compressor.blocks import find_blocks
 from compressor.cache import Cache
 from compressor.checkpoint import count_parameters, write_checkpoint
+from compressor.errors import InputError
 from compressor.evaluating import evaluate
 from compressor.fitting import Fitter
 from compressor.measuring import measure
-from compressor.models import load
+from compressor.models import load, spread
 from compressor.patching import patch, patched
 from compressor.progress import Progress
 from compressor.statistics import Statistics
 from compressor.streaming import weights_of
 from compressor.sweeping import Sweeper
+from compressor.text import Text
 from compressor.weights import write_shard
 
 Both = Callable[[str], tuple[Any, Any]]
@@ -43,6 +46,23 @@ def both(tmp_path: Path) -> Both:
     return load_both
 
 
+def stages(model: Any, text: Text) -> tuple[list[float], list[torch.Tensor]]:
+    """What every stage finds of a model: figures, losses and the weights of its fits."""
+    profile = measure(model, text)
+    statistics = Statistics(model, text, None, 8, Progress())
+    surveys = statistics.surveys()
+    fitter = Fitter(statistics, surveys)
+    forms = {0: Form(None, 4), 1: Form(3, 5)}
+    fits = [fitter.at_once(forms), fitter.in_order(forms)]
+    agreement = measure_agreement(statistics, surveys, fitter, text, Cache(None, Progress()), Progress())
+    alone = Sweeper(model, profile, text, tokens=256).sweep()["after"]
+    with patched(model, statistics.blocks, fits[1]):
+        nats = evaluate(model, text.selection.windows).nats
+    numbers = [p.r2_lin for p in profile.blocks] + [p.measured for p in agreement.points]
+    weights = [t for some in fits for module in some.values() for t in module.parameters()]
+    return numbers, [nats, alone, logits(model), *weights]
+
+
 def in_memory(model: Any) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.device.type != "meta"}
 
@@ -50,23 +70,58 @@ def in_memory(model: Any) -> set[str]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_stage_gives_the_same_numbers(family: str, both: Both) -> None:
     text = random_text()
-    found: list[Any] = []
-    for model in both(family):
-        profile = measure(model, text)
-        statistics = Statistics(model, text, None, 8, Progress())
-        surveys = statistics.surveys()
-        fitter = Fitter(statistics, surveys)
-        forms = {0: Form(None, 4), 1: Form(3, 5)}
-        fits = [fitter.at_once(forms), fitter.in_order(forms)]
-        agreement = measure_agreement(statistics, surveys, fitter, text, Cache(None, Progress()), Progress())
-        alone = Sweeper(model, profile, text, tokens=256).sweep()["after"]
-        with patched(model, statistics.blocks, fits[1]):
-            nats = evaluate(model, text.selection.windows).nats
-        numbers = [p.r2_lin for p in profile.blocks] + [p.measured for p in agreement.points]
-        weights = [t for some in fits for module in some.values() for t in module.parameters()]
-        found.append((numbers, [nats, alone, logits(model), *weights]))
+    found = [stages(model, text) for model in both(family)]
     assert found[0][0] == found[1][0]
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "falcon", "opt", "bloom"])
+def test_a_model_that_accelerate_has_placed_gives_the_same_numbers(family: str) -> None:
+    """Every layer behind accelerate's hooks, as on several GPUs."""
+    text = random_text()
+    found = []
+    for placed in (False, True):
+        model = tiny_model(family)
+        if placed:
+            places = {name: "cpu" for name, module in model.named_modules() if not list(module.children())}
+            places |= {block.layer_path: "cpu" for block in find_blocks(model)}
+            model = dispatch_model(model, places, main_device="cpu", force_hooks=True)
+        found.append(stages(model, text))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("free", "device", "expected"),
+    [
+        ([100, 100], "cuda", {}),
+        ([60, 60], "cuda", {"device_map": "balanced"}),
+        ([60, 60], "auto", {"device_map": "balanced"}),
+        ([60, 60], "cuda:0", None),
+        ([60], "cuda", None),
+        ([20, 20], "cuda", None),
+    ],
+)
+def test_a_model_larger_than_one_gpu_is_spread_over_all_of_them(
+    free: list[int], device: str, expected: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (free[number], 200))
+    if expected is None:
+        with pytest.raises(InputError, match="add --low-memory"):
+            spread("it", 70, torch.device("cuda"), device)
+    else:
+        assert spread("it", 70, torch.device("cuda"), device) == expected
+
+
+def test_a_model_larger_than_memory_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny("llama", tmp_path)
+    monkeypatch.setattr("compressor.capacity.available_memory", lambda: 100_000)
+    with pytest.raises(InputError, match="memory, and 1 MB can be had; add --low-memory"):
+        load(str(tmp_path))
+    assert logits(load(str(tmp_path), low_memory=True)[0]).isfinite().all()
 
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
