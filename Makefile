@@ -12,7 +12,7 @@ test: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 # The tests of report.html need a Chromium or Chrome on the PATH; without one they are skipped. On Debian, as root:
 browser:

@@ -28,18 +28,7 @@ def run(args: argparse.Namespace, processes: int, folder: Path) -> dict[str, Any
     words = [args.model, "--text", args.text, "--seq-len", args.seq_len]
     words += [word for pair in sizes.items() for word in pair]
     words += ["--json", "--cache", folder / f"cache-{processes}"]
-    job = [
-        "--max-dppl",
-        "5%",
-        "--objective",
-        "size",
-        "--generate",
-        "0",
-        "--tasks",
-        "",
-        "--out",
-        folder / f"{processes}",
-    ]
+    job = ["--max-dppl", "5%", "--objective", "size", "--generate", "0", "--out", folder / f"{processes}"]
     command = [*words, *job] if args.job else ["profile", *words]
     launcher = [*LAUNCH, processes] if processes > 1 else []
     line = [sys.executable, *map(str, launcher), "-m", "compressor", *map(str, command)]
