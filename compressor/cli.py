@@ -76,11 +76,13 @@ def begin(trust_remote_code: bool, cache: Path | None = None, no_cache: bool = F
     from compressor import ranks
     from compressor.cache import Cache, default_directory
     from compressor.jobs import Setting
+    from compressor.locking import scratch_directory
     from compressor.progress import Progress
 
     ranks.begin()
     progress = Progress(visible=ranks.rank() == 0)
-    return Setting(progress, trust_remote_code, Cache(None if no_cache else cache or default_directory(), progress))
+    directory = scratch_directory(progress) if no_cache else cache or default_directory()  # gone with the run
+    return Setting(progress, trust_remote_code, Cache(directory, progress))
 
 
 @app.command()
