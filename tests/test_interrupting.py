@@ -58,6 +58,7 @@ run()
 
 def launch(how: str, out: Path, *options: str, **settings: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", LONG, "demo", "--max-dppl", "1", "--out", str(out), *options, how]
+    settings.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # pytest-xdist ignores it
     process = subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": str(ROOT), "COMPRESSOR_CACHE": str(out.parent / "cache")},

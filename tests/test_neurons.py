@@ -90,7 +90,7 @@ def test_short_memory_keeps_no_neurons_and_says_so(
 def test_a_place_without_a_cache_is_gone_with_its_owner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And what a killed run left of its own is gone with the next."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    stale = tmp_path / "compressor-scratch-abcdefgh"
+    stale = tmp_path / ".compressor-scratch-abcdefgh"
     stale.mkdir()
     (stale / "lock").touch()
     statistics = Statistics(tiny_model("gpt2"), random_text(), None, 8, Progress())
