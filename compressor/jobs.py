@@ -30,7 +30,7 @@ from compressor.sources import context_of, identify, source_of
 from compressor.studying import Study, Wanted, study
 from compressor.taskfiles import BUILT_IN_TASK
 from compressor.tasks import Task, open_tasks, prefix_of
-from compressor.text import SPLITS, Text, load_text, split_text
+from compressor.text import HUB_TEXTS, SPLITS, Text, load_text, split_text
 from compressor.verdicts import SAFE_NATS
 
 DEFAULT_SEQ_LEN = 512
@@ -128,7 +128,9 @@ def load_other(recipe: Recipe, model: Any, setting: Setting) -> tuple[Any, Any]:
 
 
 def absolute(name: str) -> str:
-    """A path that still holds from another working directory; anything else as it is."""
+    """A path that still holds from another working directory; anything else, and what is built in, as it is."""
+    if name == "demo" or name in HUB_TEXTS:
+        return name
     return os.path.abspath(os.path.expanduser(name)) if Path(name).expanduser().exists() else name
 
 

@@ -13,7 +13,7 @@ import datasets
 import huggingface_hub
 import pytest
 import torch
-from conftest import sentences
+from conftest import Compress, sentences
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from zoo import tiny_tokenizer
@@ -328,3 +328,13 @@ def test_cached_data_set_needs_no_network(no_hub: Path) -> None:
     text = load_text("wikitext2", Bytes(), **SIZES)
     assert time.monotonic() - start < 10
     assert [{line[0] for line in part} for part in splits(text)] == [{"t"}, {"v"}, {"e"}]
+
+
+def test_a_directory_called_demo_does_not_hide_the_built_in_text(
+    compress: Compress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    words = ["--seq-len", "32", "--calib-tokens", "320", "--select-tokens", "64", "--verify-tokens", "64"]
+    done = compress("profile", "demo", *words, "--no-swap", "--json")
+    assert done.code == 0, done.err
