@@ -9,7 +9,8 @@ For every kill the share of the finished work that was repeated is
 
     (seconds before the kill + seconds of the second run − seconds of an undisturbed run) ÷ seconds before the kill,
 
-each without its start (until the model is loaded); on a busy machine the clock can make it negative. Last comes a disk
+each without its start (until the model is loaded), in seconds of the processor, for the clock also counts what else
+the machine does. Last comes a disk
 that is full: a tmpfs when root runs this, else a limit on the size of files. What stands behind `--` goes to compress,
 such as `-- --calib-tokens 4096`; `--objective size` takes the clock out of the search, which may otherwise come to
 another plan when the machine is busy.
@@ -32,6 +33,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parent.parent
 COMMAND = ["demo", "--max-dppl", "1.0"]
 LOADED = "the result: about"  # what compress says when the model is loaded and the work begins
@@ -42,8 +45,9 @@ class Run:
     """One run of the command: how it ended, how long it took after its start, and what it said."""
 
     code: int = 0
-    started: float = 0.0  # seconds until the work began
+    started: float = 0.0  # seconds of the processor until the work began, and after that
     worked: float = 0.0
+    lasted: float = 0.0  # seconds of the clock after that
     lines: list[str] = field(default_factory=list)
 
     @property
@@ -60,7 +64,6 @@ class Bench:
     def run(self, place: Path, kill: float | None = None, prepare: Callable[[], None] | None = None) -> Run:
         """The command in this place; `kill` seconds after the work began it is killed."""
         arguments = [*COMMAND, *self.options, "--out", str(place / "out"), "--cache", str(place / "cache")]
-        began = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, "-m", "compressor", *arguments],
             env=self.environment,
@@ -71,18 +74,22 @@ class Bench:
         )
         found = Run()
         timer = None
+        began = 0.0
         assert process.stderr is not None
         for line in process.stderr:
             found.lines.append(line.rstrip())
             if line.startswith(LOADED):
-                found.started = time.perf_counter() - began
+                began = time.perf_counter()
+                found.started = sum(psutil.Process(process.pid).cpu_times()[:2])
                 if kill is not None:
                     timer = threading.Timer(kill, process.kill)
                     timer.start()
-        found.code = process.wait()
+        _, status, usage = os.wait4(process.pid, 0)
+        found.code = process.returncode = os.waitstatus_to_exitcode(status)
         if timer is not None:
             timer.cancel()
-        found.worked = time.perf_counter() - began - found.started
+        found.worked = usage.ru_utime + usage.ru_stime - found.started
+        found.lasted = time.perf_counter() - began
         return found
 
 
@@ -171,13 +178,13 @@ def main() -> None:
     if whole.code:
         sys.exit("\n".join(whole.lines))
     expected = digest(root / "whole" / "out")
-    print(f"undisturbed: {whole.started:.1f} s to start, {whole.worked:.1f} s of work, {expected[:12]}")
+    print(f"undisturbed: {whole.started:.1f} s to start, {whole.worked:.1f} s of work, {expected[:12]}", flush=True)
     print(f"{'kill at':>8} {'stage':32} {'output':>9} {'again':>6} {'seconds':>8} {'same':>5} {'repeated':>9}")
     sound = finished = same = clean = 0
     worked = repeated = 0.0
     for number in range(args.kills):
         place = root / f"kill{number}"
-        killed = bench.run(place, kill=rng.uniform(0, whole.worked))
+        killed = bench.run(place, kill=rng.uniform(0, whole.lasted))
         found = look(place)
         again = bench.run(place) if found == "absent" else Run()
         done = again.code == 0 and look(place) == "complete"

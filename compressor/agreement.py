@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,30 +103,31 @@ def measure_agreement(
     model: Any = statistics.model
     windows = text.selection.windows[: max(2, TOKENS // text.seq_len)]
     options = {index: typical(survey) for index, survey in surveys.items()}
-    key = {
-        **statistics.key(statistics.blocks[0]),
-        "what": "agreement",
-        "forms": {index: str(option.form) for index, option in options.items()},
-        "selection": text.selection.sha256,
-    }
+    key = {**statistics.key(statistics.blocks[0]), "what": "agreement", "selection": text.selection.sha256}
+    size = logits_batch(model, text.seq_len, statistics.batch_size)
+    begun: list[tuple[Stream, bool, torch.Tensor]] = []  # the pass over the windows, when the first block needs it
 
-    def measure() -> dict[str, torch.Tensor]:
-        size = logits_batch(model, text.seq_len, statistics.batch_size)
-        plain = has_plain_head(model, windows)
-        before = evaluate(model, windows, batch_size=size, plain=plain).windows
-        stream = Stream(model, statistics.blocks, windows, size)
-        rows = []
-        for index, option in progress.track("agreement", sorted(options.items()), len(options)):
-            fits = fitter.at_once({index: option.form})
-            stream.advance(index)
-            with patched(model, statistics.blocks, fits):
-                rise = evaluate(model, windows, batch_size=size, plain=plain, start=stream).windows - before
-            rows.append(torch.stack([rise.mean(), rise.std() / len(rise) ** 0.5]))
-        return {"rises": torch.stack(rows)}
+    def begin() -> tuple[Stream, bool, torch.Tensor]:
+        if not begun:
+            plain = has_plain_head(model, windows)
+            before = evaluate(model, windows, batch_size=size, plain=plain).windows
+            begun.append((Stream(model, statistics.blocks, windows, size), plain, before))
+        return begun[0]
 
-    rises = cache.get("agreement", key, measure)["rises"].tolist()
-    points = [
-        Point(option, option.damage, measured, error)
-        for (_, option), (measured, error) in zip(sorted(options.items()), rises, strict=True)
-    ]
+    def measure(index: int, option: Option) -> dict[str, torch.Tensor]:
+        stream, plain, before = begin()
+        fits = fitter.at_once({index: option.form})
+        stream.advance(index)
+        with patched(model, statistics.blocks, fits):
+            rise = evaluate(model, windows, batch_size=size, plain=plain, start=stream).windows - before
+        return {"rise": torch.stack([rise.mean(), rise.std() / len(rise) ** 0.5])}
+
+    places = {i: {**key, "block": i, "form": str(option.form)} for i, option in sorted(options.items())}
+    if all(cache.has(place) for place in places.values()):
+        progress.say("agreement: measured before")
+    points = []
+    for index, place in progress.track("agreement", places.items(), len(places)):
+        option = options[index]
+        measured, error = cache.get("", place, partial(measure, index, option))["rise"].tolist()
+        points.append(Point(option, option.damage, measured, error))
     return Agreement(points)

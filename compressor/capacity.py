@@ -17,8 +17,12 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def available_memory() -> int:
-    """Bytes: the least of what the machine has, what the control groups leave, and what RLIMIT_AS leaves."""
-    return max(0, min([psutil.virtual_memory().available, *group_limits(GROUPS, OWN_GROUPS), *address_limit()]))
+    """Bytes: the least of what the machine has, what the control groups leave, and what RLIMIT_AS leaves.
+
+    Processes that were launched together on this machine share it.
+    """
+    shared = min([psutil.virtual_memory().available, *group_limits(GROUPS, OWN_GROUPS)])
+    return max(0, min([shared // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), *address_limit()]))
 
 
 def address_limit() -> Iterator[int]:

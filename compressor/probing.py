@@ -90,7 +90,7 @@ def affordable(width: int) -> int:
 
 def draw_windows(text: Text, width: int, progress: Progress, seed: int = 0) -> tuple[Tensor, Tensor, bool]:
     """Fitting and held-out windows for probes, and whether they had to be drawn from more."""
-    rows, most = text.calibration.tokens, affordable(width)
+    rows, most = text.calibration.tokens, ranks.agree(affordable(width))
     if rows <= most:
         return text.fitting, text.held_out, False
     count = max(HELD_OUT_EVERY, most // text.seq_len)

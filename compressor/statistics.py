@@ -51,13 +51,18 @@ class Statistics:
         width = self.blocks[index].width
         return 8 * (width + (neurons.count if neurons else width)) ** 2
 
+    def disk_of(self, found: dict[int, Neurons | None]) -> int:
+        """Moments of every block, and for a while the rows of its gradients."""
+        rows = min(GRADIENT_TOKENS, self.text.held_out.numel())
+        return sum(self.bytes_of(i, neurons) + 12 * rows * self.blocks[i].width for i, neurons in found.items())
+
     def afford(self, found: dict[int, Neurons | None]) -> dict[int, Neurons | None]:
         """Say what memory and disk it takes. Blocks whose neurons are too many for the memory are only linear."""
-        free = int(MEMORY_SHARE * available_memory())
+        free = ranks.agree(int(MEMORY_SHARE * available_memory()))  # all processes must come to the same plan
         sizes = {index: self.bytes_of(index, neurons) for index, neurons in found.items()}
         most = WORKSPACES * max(sizes.values())
         self.progress.say(
-            f"statistics: {amount(sum(sizes.values()))} on disk, {amount(most)} of memory at a time "
+            f"statistics: {amount(self.disk_of(found))} on disk, {amount(most)} of memory at a time "
             f"({amount(free)} can be had)"
         )
         if most <= free:
@@ -70,8 +75,8 @@ class Statistics:
 
     def check_disk(self) -> None:
         assert self.cache.directory is not None
-        needed = sum(self.bytes_of(index, neurons) for index, neurons in self.neurons.items())
-        free = free_disk(self.cache.directory)
+        needed = self.disk_of(self.neurons)
+        free = ranks.agree(free_disk(self.cache.directory))
         if needed > free and not all(self.cache.has(self.key(block, "moments")) for block in self.blocks):
             raise InputError(
                 f"the statistics need {amount(needed)} of disk, and {self.cache.directory} has {amount(free)}; "

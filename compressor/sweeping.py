@@ -58,6 +58,15 @@ class Sweep:
         return self.seconds / (len(self.alone) * self.whole_seconds)
 
 
+@dataclass
+class _Pass:
+    """Where the windows are on their way through the model, a few tokens of them, and whether its head is plain."""
+
+    stream: Stream
+    few: Stream
+    plain: bool
+
+
 class Sweeper:
     """Replaces blocks of a measured model by their least-squares maps, on the first windows of the selection text."""
 
@@ -89,43 +98,59 @@ class Sweeper:
         }
         self.dtype = source_of(model).dtype
         self.before: Losses | None = None
+        self.pass_: _Pass | None = None
 
     def alone(self) -> tuple[dict[int, Evaluation], float, float]:
-        """Every block by itself; then the seconds of the sweep, and of one whole evaluation."""
-        kept = self.cache.get("swap", self.key, self.sweep)
-        self.before = Losses(kept["before"])
-        found = {
-            block.index: compare(self.before, Losses(nats), seed=self.seed)
-            for block, nats in zip(self.blocks, kept["after"], strict=True)
-        }
-        seconds, whole = kept["seconds"].tolist()
-        return found, seconds, whole
-
-    def sweep(self) -> dict[str, Tensor]:
-        plain = has_plain_head(self.model, self.windows)
-
-        def losses(start: Stream) -> Tensor:
-            return evaluate(self.model, self.windows, batch_size=self.batch, plain=plain, start=start).nats
-
-        self.time_whole()  # the first pass of a process is slow
-        whole = self.time_whole()
-        began = time.perf_counter()
-        stream = Stream(self.model, self.blocks, self.windows, self.batch)
-        few = Stream(self.model, self.blocks, self.windows[:1, :16], 1)  # enough to see how a layer adds its block
-        after = []
+        """Every block by itself, kept at once; then the seconds of the sweep, and of one whole evaluation."""
+        after: dict[int, Tensor] = {}
+        seconds = 0.0
+        if all(self.cache.has({**self.key, "block": p.block.path}) for p in self.profile.blocks):
+            self.progress.say("swap: measured before")
         for p in self.progress.track("swap", self.profile.blocks, len(self.blocks)):
-            stream.advance(p.block.index)
-            few.advance(p.block.index)
-            gain = stream_gain(self.model, p.block, few)
-            swapped = self.pass_again(stream, p) if gain is None else self.pass_layer(stream, p, gain)
-            after.append(losses(swapped))
-        stream.advance(len(self.blocks))
-        before = losses(stream)
-        took = time.perf_counter() - began
-        one = (whole + self.time_whole()) / 2
+            kept = self.cache.get("", {**self.key, "block": p.block.path}, partial(self.swap, p))
+            after[p.block.index] = kept["nats"]
+            seconds += kept["seconds"].item()
+        kept = self.cache.get("", self.key, self.baseline)
+        self.before, self.pass_ = Losses(kept["nats"]), None
+        took, whole = kept["seconds"].tolist()
+        found = {index: compare(self.before, Losses(nats), seed=self.seed) for index, nats in after.items()}
         # The pass over the unchanged model is the baseline's own evaluation: it is not what the sweep adds.
-        seconds = torch.tensor([took - one, one], dtype=ACCUMULATION_DTYPE)
-        return {"before": before, "after": torch.stack(after), "seconds": seconds}
+        return found, seconds + took - whole, whole
+
+    def begin(self) -> _Pass:
+        """The pass over the windows, begun when the first block needs it."""
+        if self.pass_ is None:
+            plain = has_plain_head(self.model, self.windows)
+            stream = Stream(self.model, self.blocks, self.windows, self.batch)
+            few = Stream(self.model, self.blocks, self.windows[:1, :16], 1)  # enough to see how a layer adds its block
+            self.pass_ = _Pass(stream, few, plain)
+        return self.pass_
+
+    def losses(self, start: Stream) -> Tensor:
+        plain = self.begin().plain
+        return evaluate(self.model, self.windows, batch_size=self.batch, plain=plain, start=start).nats
+
+    def swap(self, p: BlockProfile) -> dict[str, Tensor]:
+        """The losses with this block replaced, and the seconds that it took."""
+        began = time.perf_counter()
+        here = self.begin()
+        here.stream.advance(p.block.index)
+        here.few.advance(p.block.index)
+        gain = stream_gain(self.model, p.block, here.few)
+        swapped = self.pass_again(here.stream, p) if gain is None else self.pass_layer(here.stream, p, gain)
+        nats = self.losses(swapped)
+        return {"nats": nats, "seconds": torch.tensor(time.perf_counter() - began, dtype=ACCUMULATION_DTYPE)}
+
+    def baseline(self) -> dict[str, Tensor]:
+        """The losses of the unchanged model, the seconds that they took, and those of one whole evaluation."""
+        began = time.perf_counter()
+        stream = self.begin().stream
+        stream.advance(len(self.blocks))
+        nats = self.losses(stream)
+        took = time.perf_counter() - began
+        self.time_whole()  # the first pass may be slow
+        whole = (self.time_whole() + self.time_whole()) / 2
+        return {"nats": nats, "seconds": torch.tensor([took, whole], dtype=ACCUMULATION_DTYPE)}
 
     def time_whole(self) -> float:
         """Seconds of one whole evaluation of the windows, judged by the first batch."""

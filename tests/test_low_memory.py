@@ -55,7 +55,8 @@ def stages(model: Any, text: Text) -> tuple[list[float], list[torch.Tensor]]:
     forms = {0: Form(None, 4), 1: Form(3, 5)}
     fits = [fitter.at_once(forms), fitter.in_order(forms)]
     agreement = measure_agreement(statistics, surveys, fitter, text, Cache(None, Progress()), Progress())
-    alone = Sweeper(model, profile, text, tokens=256).sweep()["after"]
+    sweeper = Sweeper(model, profile, text, tokens=256)
+    alone = torch.cat([sweeper.swap(p)["nats"] for p in profile.blocks])
     with patched(model, statistics.blocks, fits[1]):
         nats = evaluate(model, text.selection.windows).nats
     numbers = [p.r2_lin for p in profile.blocks] + [p.measured for p in agreement.points]
