@@ -61,9 +61,15 @@ class Cache:
         kept = self.read_own(key) if ranks.rank() == 0 else None
         return ranks.broadcast(kept) if ranks.agree(kept is not None) else None
 
-    def keep(self, key: Mapping[str, Any], found: Tensors) -> None:
+    def keep(self, key: Mapping[str, Any], found: Tensors, *, needed: bool = False) -> None:
+        """What is `needed` is read again in the same run, and cannot do without a disk that holds it."""
         if ranks.rank() == 0:
             self.write_own(key, found)
+            if needed and not self.place(key)[0].is_file():
+                raise InputError(
+                    f"the cache {self.directory} holds no more, and what is measured must be kept while the run lasts; "
+                    "make room, or name another with --cache, and give the same command again"
+                )
 
     def read_own(self, key: Mapping[str, Any]) -> Tensors | None:
         """What this process has kept of this key."""

@@ -107,8 +107,7 @@ def broadcast(tensors: Mapping[str, Tensor] | None, owner: int = 0) -> dict[str,
     for name, shape, dtype, kind in box[0] or []:
         own = given[name].contiguous() if given else torch.empty(shape, dtype=dtype, device=kind)
         if own.numel():
-            flat = own.reshape(-1)
-            dist.broadcast(flat.view(torch.uint8) if dtype == torch.bool else flat, src=owner)
+            dist.broadcast(own.reshape(-1).view(torch.uint8), src=owner)  # whatever the dtype: gloo knows few
         found[name] = own
     return found
 

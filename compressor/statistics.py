@@ -132,7 +132,8 @@ class Statistics:
 
         def see(block: Block, rows: Gradients) -> None:
             if block.index in wanted:
-                self.cache.keep(self.key(block, "gradients"), {"x": rows.x.cpu(), "y": rows.y.cpu(), "g": rows.g.cpu()})
+                columns = {"x": rows.x.cpu(), "y": rows.y.cpu(), "g": rows.g.cpu()}
+                self.cache.keep(self.key(block, "gradients"), columns, needed=True)
 
         walk_gradients(self.model, self.blocks, self.text.held_out, see, self.progress)
 
@@ -169,11 +170,9 @@ class Statistics:
             for stream in streams:
                 stream.advance(block.index)
                 both.append(collect(self.model, block, self.neurons[block.index], stream, device, owner=owner))
-            gradients = self.cache.find(self.key(block, "gradients"))
+            gradients = self.gradients_of(block)
             if owner == ranks.rank():
-                mine, rows = both, gradients or self.walk_again(block)
-            elif gradients is None:
-                self.walk_again(block)
+                mine, rows = both, gradients
         found, moments = None, None
         if mine:
             block = group[ranks.rank()]
@@ -183,21 +182,19 @@ class Statistics:
         kept = []
         for owner, block in enumerate(group):
             # The moments first: a survey on disk says that they are there too.
-            self.cache.keep(self.key(block, "moments"), ranks.broadcast(moments, owner))
+            self.cache.keep(self.key(block, "moments"), ranks.broadcast(moments, owner), needed=True)
             kept.append(ranks.broadcast(found, owner))
             self.cache.keep(self.key(block), kept[-1])
         return kept
 
-    def walk_again(self, block: Block) -> Tensors:
-        """The gradients of one block whose file is gone or damaged."""
-        found: Tensors = {}
-
-        def see(other: Block, rows: Gradients) -> None:
-            if other.index == block.index:
-                found.update({"x": rows.x.cpu(), "y": rows.y.cpu(), "g": rows.g.cpu()})
-
-        walk_gradients(self.model, self.blocks, self.text.held_out, see, Progress())
-        return found
+    def gradients_of(self, block: Block) -> Tensors:
+        """The rows of a block's gradients. Another run that shares the cache may have dropped them."""
+        for _ in range(2):
+            kept = self.cache.find(self.key(block, "gradients"))
+            if kept is not None:
+                return kept
+            self.find_gradients([b for b in self.blocks if b.index >= block.index])
+        raise InputError(f"the gradients in {self.cache.directory} vanish as they are made; name another with --cache")
 
     def moments(self, index: int) -> Moments:
         """The moments of z that the block's replacements are fitted on."""

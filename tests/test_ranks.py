@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import sentences
-from zoo import save_tiny, stored
+from zoo import stored, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = ["--seq-len", "32", "--calib-tokens", "4000", "--select-tokens", "1000", "--verify-tokens", "2000"]
@@ -60,7 +60,8 @@ def errors(*texts: str) -> list[str]:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ranks")
-    save_tiny("llama", root / "llama")
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(root / "llama")  # a dtype that gloo may not know
+    tiny_tokenizer().save_pretrained(root / "llama")
     (root / "corpus.txt").write_text(sentences(4000), encoding="utf-8")
     done = run(["-m", "compressor", root / "llama", *job(root, "one")], root / "cache-one")
     assert done.returncode == 0, done.stderr
@@ -94,7 +95,7 @@ def test_two_processes_write_what_one_writes(launcher: str, place: Path) -> None
     ours, theirs = stored(place / launcher), stored(place / "one")
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-2, atol=1e-3)  # a unit in the last place
     assert not list(place.glob(".*"))
 
 

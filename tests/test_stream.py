@@ -13,6 +13,7 @@ from zoo import FAMILIES, tiny_model
 
 from compressor.blocks import Block, body, find_blocks, hidden_of
 from compressor.cache import Cache, Tensors
+from compressor.errors import InputError
 from compressor.measuring import measure
 from compressor.progress import Progress
 from compressor.statistics import Statistics
@@ -100,6 +101,29 @@ def test_a_pass_that_was_killed_goes_on_at_the_layer_where_it_was_kept(
     assert max(again[1:4]) == 0, "finished layers were run again"
     assert again[5] >= batches
     assert len(list((tmp_path / "killed").iterdir())) == len(list((tmp_path / "whole").iterdir()))
+
+
+def test_gradients_that_another_run_dropped_are_found_again(tmp_path: Path) -> None:
+    model, text = tiny_model("llama"), random_text()
+    cache = Cache(tmp_path, Progress())
+    first = Statistics(model, text, Cache(None, Progress()), 8, Progress()).surveys()
+    statistics = Statistics(model, text, cache, 8, Progress())
+    statistics.find_gradients(statistics.blocks)
+    cache.drop(statistics.key(statistics.blocks[1], "gradients"))
+    again = statistics.surveys()
+    assert all(torch.equal(first[i].metric, again[i].metric) for i in first)
+    entries = {file.name for file in tmp_path.iterdir()}
+    assert len(entries) == 2 * len(statistics.blocks)  # moments and surveys: what only an unfinished one needs is gone
+
+
+def test_a_disk_that_holds_no_more_ends_the_survey_at_once(tmp_path: Path) -> None:
+    class Full(Cache):
+        def write(self, file: Path, words: str, found: Tensors) -> None:
+            if found.keys() != {"rows", "mean", "xx"}:
+                super().write(file, words, found)
+
+    with pytest.raises(InputError, match="holds no more"):
+        Statistics(tiny_model("llama"), random_text(), Full(tmp_path, Progress()), 8, Progress()).surveys()
 
 
 def test_a_stream_that_was_kept_behind_a_lost_block_begins_anew(
