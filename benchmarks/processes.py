@@ -1,11 +1,12 @@
 """Two processes against one, each with one thread: how much faster the same work is done.
 
-    python benchmarks/processes.py MODEL --text FILE [--seq-len 256] [--tokens 8192] [--job]
+    python benchmarks/processes.py MODEL --text FILE [--seq-len 256] [--tokens 8192] [--job] [-- OPTIONS OF COMPRESS]
 
 Runs `compress profile` (measuring, gradients, every block replaced alone) with one process and then with two under
 torchrun, nothing measured before, and prints the ratio of the seconds of every step and of all of them (goal at least
 1.7); with `--job` the whole job instead. Importing and loading, which every process does for itself, are not counted.
-The figures of both runs must agree. Needs two idle cores.
+The figures of both runs must agree. Whole batches are shared out, so there must be several of them: the batch is one
+window unless the options say otherwise. Needs two idle cores.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace, processes: int, folder: Path) -> dict[str, Any
     sizes = {"--calib-tokens": args.tokens, "--select-tokens": args.tokens // 2, "--verify-tokens": args.tokens // 2}
     words = [args.model, "--text", args.text, "--seq-len", args.seq_len]
     words += [word for pair in sizes.items() for word in pair]
-    words += ["--json", "--cache", folder / f"cache-{processes}"]
+    words += ["--json", "--cache", folder / f"cache-{processes}", "--batch-size", "1", *args.options]
     job = ["--max-dppl", "5%", "--objective", "size", "--generate", "0", "--out", folder / f"{processes}"]
     command = [*words, *job] if args.job else ["profile", *words]
     launcher = [*LAUNCH, processes] if processes > 1 else []
@@ -45,7 +46,9 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--job", action="store_true", help="the whole job")
-    args = parser.parse_args()
+    own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    args = parser.parse_args(own)
+    args.options = sys.argv[len(own) + 2 :]  # for compress
     with tempfile.TemporaryDirectory() as folder:
         one, two = (run(args, count, Path(folder)) for count in (1, 2))
     steps = [name for name in one["timings"] if name not in ("total", "one_forward_pass")]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor import ranks
 from compressor.assessing import Evaluator
 from compressor.blocks import find_blocks
 from compressor.budget import drops_of
@@ -107,8 +108,18 @@ def open_job(recipe: Recipe, setting: Setting, *, with_tasks: bool = True) -> Jo
         prefix_of(model, tokenizer, task)  # a task that this tokenizer cannot do is refused here
     other = load_other(recipe, model, setting) if recipe.cross else None
     text, recipe = open_text(recipe, model, tokenizer)
+    advise_batches(text, recipe.batch_size, setting)
     crossed = (other[0], open_text(recipe, *other)[0]) if other else None
     return Job(model, tokenizer, text, tasks, recipe, setting, began, crossed)
+
+
+def advise_batches(text: Text, batch_size: int, setting: Setting) -> None:
+    """Whole batches are shared out: say so where a process would have none."""
+    fewest = -(-min(len(getattr(text, name).windows) for name in SPLITS) // batch_size)
+    if fewest < ranks.size():
+        setting.progress.say(
+            f"{ranks.size()} processes, but a text of {fewest} batches: a smaller --batch-size shares the work better"
+        )
 
 
 def placing(recipe: Recipe, setting: Setting) -> dict[str, Any]:

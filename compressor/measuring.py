@@ -149,11 +149,9 @@ class _Measurer:
             sums[owner] = self.collect(block, fitting, PARTS[0], owner)
         me = ranks.rank()
         spectrum = decompose(sums[me][0].xx) if me in sums else None
-        maps = []
-        for owner in range(len(group)):
-            own = solve(sums[me][0], spectrum) if spectrum is not None and owner == me else None
-            given = None if own is None else {"weight": own.weight, "mean_x": own.mean_x, "mean_y": own.mean_y}
-            maps.append(AffineMap(**ranks.broadcast(given, owner)))
+        own = solve(sums[me][0], spectrum) if spectrum is not None else None
+        given = None if own is None else {"weight": own.weight, "mean_x": own.mean_x, "mean_y": own.mean_y}
+        maps = [AffineMap(**ranks.broadcast(given, owner)) for owner in range(len(group))]
         held: dict[int, tuple[Moments, Moments, _HeldOut]] = {}
         for owner, (block, fit) in enumerate(zip(group, maps, strict=True)):
             sums_of = _HeldOut()
