@@ -6,6 +6,7 @@ of one forward pass for all blocks together. Of several processes each carries i
 
 from __future__ import annotations
 
+import inspect
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -158,8 +159,7 @@ def own_key(key: Mapping[str, Any]) -> dict[str, Any]:
 
 def bind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """Split a layer's arguments into the hidden states and the rest by name."""
-    code = type(layer).forward.__code__
-    names = list(code.co_varnames[1 : code.co_argcount])
+    names = list(inspect.signature(type(layer).forward).parameters)[1:]  # also of a forward that is decorated
     named = dict(zip(names, args, strict=False)) | kwargs
     hidden = named.pop("hidden_states")
     return hidden, named
