@@ -192,7 +192,7 @@ EXTRA = Replacement(WIDTH, 4).spec()
         (set_path([*SPEC, "colour"], 1), "colour"),
         (set_path([*SPEC, "neurons"], 8), "8 neurons with activation None"),
         (set_path([*SPEC, "kind"], "linear"), "not known"),
-        (set_path([*SPEC, "rank"], 5), r"mlp\.(down|up) has shape|ignore_mismatched_sizes"),  # from 5.23 on transformers'
+        (set_path([*SPEC, "rank"], 5), r"mlp\.(down|up) has shape|ignore_mismatched_sizes"),
         (set_path([*SPEC, "rank"], WIDTH + 1), "rank"),
         (set_path([*TABLE, "model.layers.9.mlp"], EXTRA), "layers.9.mlp"),
         (set_path([*TABLE, "model.layers.0.mlp"], EXTRA), "has no model.layers.0.mlp"),
