@@ -30,6 +30,7 @@ def end(command: Callable[[], Any], words: Sequence[str]) -> NoReturn:
                 ranks = sys.modules.get("compressor.ranks")
                 code = caught.tell() if caught.number else explain(ranks.told(error) if ranks else error)
     if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()  # the table of a gate that found a broken promise
         sys.stderr.flush()
         os._exit(code)  # the others may be gone, and leaving in order would wait for them
     sys.exit(code or DONE)

@@ -83,12 +83,6 @@ class Weights:
             self.present.drop()
         self.present = unit
 
-    def drop(self) -> None:
-        """Leave nothing large in memory."""
-        if self.present is not None:
-            self.present.drop()
-        self.present = None
-
 
 def stream_weights(
     model: Any, index: dict[str, tuple[Shard, str]], layers: list[str], device: torch.device, scratch: Path | None

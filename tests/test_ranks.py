@@ -16,7 +16,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import sentences
+from planted import random_text
 from zoo import stored, tiny_model, tiny_tokenizer
+
+from compressor.jobs import Setting, advise_batches
+from compressor.progress import Progress
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = ["--seq-len", "32", "--calib-tokens", "4000", "--select-tokens", "1000", "--verify-tokens", "2000"]
@@ -113,6 +117,27 @@ def test_a_profile_with_probes_and_a_swap(place: Path) -> None:
             assert b[name] == pytest.approx(a[name], rel=1e-9), name
         assert b["swap"]["delta"] == pytest.approx(a["swap"]["delta"], rel=1e-6)
         assert b["verdict"] == a["verdict"]
+
+
+def test_a_gate_that_fails_still_shows_its_table(place: Path) -> None:
+    """Exit 1 of several processes leaves at once, and must not lose what was said."""
+    processes = start(["check", place / "one", "--max-dppl", "0.000001"], place / "cache-one")
+    results = [process.communicate(timeout=TIMEOUT) for process in processes]
+    assert [process.returncode for process in processes] == [1, 1], results[0][1]
+    assert "FAILED" in results[0][0]
+    assert results[1][0] == ""
+
+
+def test_too_few_batches_for_the_processes_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setting = Setting(Progress(visible=True))
+    for processes in (3, 4):  # 24 selection windows in batches of 8
+        monkeypatch.setattr("compressor.ranks.size", lambda count=processes: count)
+        advise_batches(random_text(), 8, setting)
+    assert capsys.readouterr().err.splitlines() == [
+        "4 processes, but a text of 3 batches: a smaller --batch-size shares the work better"
+    ]
 
 
 def test_bad_input_is_one_line_for_all(place: Path) -> None:
