@@ -16,7 +16,7 @@ from compressor.moments import ACCUMULATION_DTYPE
 from compressor.neurons import Neurons
 from compressor.sources import source_of
 from compressor.statistics import Statistics, collect, own_bias
-from compressor.stream import Stream, stream_gain
+from compressor.stream import Stream, calibration_streams, stream_gain
 from compressor.subsets import Fitted, choose_strength, root_of
 from compressor.surveying import Survey, best_fit, kept_sets, outer_of
 
@@ -109,9 +109,8 @@ class Fitter:
     def streams_at(self, index: int) -> list[Stream]:
         """The fitting and the held-out windows before a layer, in the original model."""
         if self.start is None or self.start[0].position > index:
-            text = self.statistics.text
-            windows = (text.fitting, text.held_out)
-            self.start = [Stream(self.model, self.blocks, w, self.statistics.batch_size) for w in windows]
+            text, batch_size = self.statistics.text, self.statistics.batch_size
+            self.start = calibration_streams(self.model, self.blocks, text, batch_size)
         for stream in self.start:
             stream.advance(index)
         return [stream.copy() for stream in self.start]

@@ -32,14 +32,13 @@ from compressor.regression import (
     rank_r2,
     solve,
 )
-from compressor.stream import Stream, own_key
+from compressor.stream import PARTS, Stream, calibration_streams, forget_streams
 from compressor.streaming import device_of
 from compressor.text import HELD_OUT_EVERY, Text
 
 TOP_ROWS = 0.001
 NAMED_ROWS = 8  # of the largest held-out rows of a block, the ones that are told by token
 RESAMPLES = 2000
-PARTS = ("fitting", "held_out")  # of the calibration windows
 
 
 def stream_weights(h: Tensor) -> Tensor:
@@ -121,8 +120,7 @@ class _Measurer:
                     advance(1)
                 for stream in streams:
                     stream.keep()
-        for which in PARTS:
-            self.cache.drop(own_key({**self.key, "stream": which}))
+        forget_streams(self.cache, self.key)
         return [found[block.index] for block in self.blocks]
 
     def read(self, block: Block) -> Mapping[str, Tensor]:
@@ -134,12 +132,9 @@ class _Measurer:
 
     def streams(self, first: Block) -> list[Stream]:
         """The fitting and the held-out windows, at this block's layer or before it."""
-        keeping: list[dict[str, Any]] = [{"cache": self.cache, "key": {**self.key, "stream": w}} for w in PARTS]
-        windows = [getattr(self.text, which) for which in PARTS]
-        return [
-            Stream(self.model, self.blocks, w, self.batch_size, latest=first.index, **kept)
-            for w, kept in zip(windows, keeping, strict=True)
-        ]
+        return calibration_streams(
+            self.model, self.blocks, self.text, self.batch_size, self.cache, self.key, first.index
+        )
 
     @torch.no_grad()
     def look(self, group: Sequence[Block], fitting: Stream, held_out: Stream) -> list[dict[str, Tensor]]:

@@ -18,13 +18,13 @@ from compressor.cache import Cache, Tensors
 from compressor.capacity import amount, available_memory, free_disk
 from compressor.errors import InputError
 from compressor.locking import scratch_directory
-from compressor.measuring import PARTS, merge, moments_device, stream_weights
+from compressor.measuring import merge, moments_device, stream_weights
 from compressor.moments import ACCUMULATION_DTYPE, Moments
 from compressor.neurons import Neurons, find_neurons
 from compressor.progress import Progress
 from compressor.sensitivity import GRADIENT_TOKENS, Gradients, walk_gradients
 from compressor.sources import identify
-from compressor.stream import Stream, own_key
+from compressor.stream import Stream, calibration_streams, forget_streams
 from compressor.surveying import Survey, pack_moments, survey, unpack, unpack_moments
 from compressor.text import Text
 
@@ -139,23 +139,12 @@ class Statistics:
 
     def streams(self, first: Block) -> list[Stream]:
         """The fitting and the held-out windows, at this block's layer or before it."""
-        return [
-            Stream(
-                self.model,
-                self.blocks,
-                getattr(self.text, which),
-                self.batch_size,
-                cache=self.cache,
-                key={**self.key(self.blocks[0], "stream"), "stream": which},
-                latest=first.index,
-            )
-            for which in PARTS
-        ]
+        key = self.key(self.blocks[0], "stream")
+        return calibration_streams(self.model, self.blocks, self.text, self.batch_size, self.cache, key, first.index)
 
     def forget(self) -> None:
         """Drop what only an unfinished survey needs."""
-        for which in PARTS:
-            self.cache.drop(own_key({**self.key(self.blocks[0], "stream"), "stream": which}))
+        forget_streams(self.cache, self.key(self.blocks[0], "stream"))
         if ranks.rank() == 0:
             for block in self.blocks:
                 self.cache.drop(self.key(block, "gradients"))

@@ -22,8 +22,9 @@ from compressor import ranks
 from compressor.blocks import Block, body, hidden_of
 from compressor.cache import Cache
 from compressor.streaming import device_of, weights_of
-from compressor.text import batches
+from compressor.text import Text, batches
 
+PARTS = ("fitting", "held_out")  # of the calibration windows
 KEEP_SECONDS = 60.0  # between two times that a stream is kept on disk
 
 
@@ -152,8 +153,28 @@ class Stream:
             self.step()
 
 
+def calibration_streams(
+    model: Any,
+    blocks: list[Block],
+    text: Text,
+    batch_size: int,
+    cache: Cache | None = None,
+    key: Mapping[str, Any] | None = None,
+    latest: int = 0,
+) -> list[Stream]:
+    """The fitting and the held-out windows of a text, each as a stream of its own."""
+    keys = {part: None if key is None else {**key, "stream": part} for part in PARTS}
+    return [Stream(model, blocks, getattr(text, p), batch_size, cache, k, latest) for p, k in keys.items()]
+
+
+def forget_streams(cache: Cache, key: Mapping[str, Any]) -> None:
+    """Their pass is complete: what this process kept of the way is not needed again."""
+    for part in PARTS:
+        cache.drop(own_key({**key, "stream": part}))
+
+
 def own_key(key: Mapping[str, Any]) -> dict[str, Any]:
-    """Where this process keeps its share of a stream; when the pass is complete, that can be dropped."""
+    """Where this process keeps its share of a stream."""
     return {**key, "rank": ranks.rank(), "ranks": ranks.size()}
 
 
