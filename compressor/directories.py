@@ -69,6 +69,34 @@ def reserved(
         yield target
 
 
+@contextmanager
+def reserved_file(out: str | Path, overwrite: bool, magic: bytes, warn: Callable[[str], None]) -> Iterator[Path]:
+    """The same for a single file: only one that begins with `magic` is ever replaced."""
+    with ExitStack() as stack:
+        try:
+            target = refuse_file(out, overwrite, magic)
+            stack.enter_context(locked(target, warn))
+            clear_leftovers(target)
+        except OSError as error:
+            raise InputError(f"--out {out} cannot be written: {error.strerror or error}; name another file") from error
+        yield target
+
+
+def refuse_file(out: str | Path, overwrite: bool, magic: bytes) -> Path:
+    target = Path(os.path.abspath(Path(out).expanduser()))
+    if target.is_symlink():
+        raise InputError(f"--out {out} is a symbolic link to {os.readlink(target)}; name the file itself")
+    if target.is_dir():
+        raise InputError(f"--out {out} is a directory; name a file")
+    if target.exists():
+        if not overwrite:
+            raise InputError(f"--out {out} exists; name another file or add --overwrite")
+        with target.open("rb") as stream:
+            if stream.read(len(magic)) != magic:
+                raise InputError(f"--out {out} is not such a file, so --overwrite leaves it alone; remove it")
+    return target
+
+
 def clear_leftovers(target: Path) -> None:
     """Put back an earlier result that was being replaced, and remove what is half done. Only for who has the lock."""
     names = re.compile(rf"\.{re.escape(target.name)}\.(partial|old)-\w{{8}}")
@@ -109,6 +137,24 @@ def whole_directory(target: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         TRACES.unfinished.discard(partial)
+
+
+@contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """A file that takes the target's place when the block ends well, and vanishes when it does not."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    TRACES.unfinished.add(folder)
+    try:
+        partial = folder / target.name
+        yield partial
+        partial.chmod(0o666 & ~current_umask())
+        sync(partial)
+        partial.replace(target)
+        TRACES.finished = target
+        sync(target.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        TRACES.unfinished.discard(folder)
 
 
 def current_umask() -> int:

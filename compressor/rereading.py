@@ -30,8 +30,12 @@ def first_tokens(model: Any) -> Tensor:
 
 
 @torch.no_grad()
-def verify_written(directory: Path, model: Any, tokens: Tensor, progress: Progress) -> None:
+def verify_written(
+    directory: Path, model: Any, tokens: Tensor, progress: Progress, stored: torch.dtype | None = None
+) -> float:
     """InputError when the checkpoint in the directory does not compute what the model computes on these tokens.
+
+    Returns how far its logits are off, of the largest. `stored` is the dtype of the files (None: the source's own).
 
     Where memory does not hold a second copy, it is read and run a layer at a time.
     """
@@ -49,15 +53,21 @@ def verify_written(directory: Path, model: Any, tokens: Tensor, progress: Progre
         leave_on_disk(again, device_of(model))
     else:
         again.to(device_of(model))
+    return compare_logits(model, again, tokens, stored or source_of(model).dtype)
+
+
+def compare_logits(model: Any, again: Any, tokens: Tensor, stored: torch.dtype) -> float:
+    """How far the second model's logits are off, of the largest of the first's; InputError for more than rounding."""
     expected, found = logits_of(model, tokens), logits_of(again, tokens)
     least, factor = ROUNDING
-    coarse = max(torch.finfo(dtype).eps for dtype in (model.dtype, source_of(model).dtype))
+    coarse = max(torch.finfo(dtype).eps for dtype in (model.dtype, stored))
     off = (found - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
     if not off <= max(least, factor * coarse):
         raise InputError(
             f"what was written does not compute what the model in memory computes (logits differ by {off:.1%}); "
             "nothing was kept: try again, and look after the disk if it stays so"
         )
+    return off.item()
 
 
 def logits_of(model: Any, tokens: Tensor) -> Tensor:

@@ -113,9 +113,44 @@ ROWS: dict[str, tuple[str, dict[str, Any], str, str]] = {
 }
 FAMILIES = list(ROWS)
 
+# More of Llama's type, and what a Llama may have besides: for the exports alone.
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 8.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.05,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 16, "rope_theta": 500000.0}
+HEADS = {**USUAL, "head_dim": 16}  # heads that are together wider than the model
+LLAMAS: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    name: (family, settings, "model.layers", "mlp")
+    for name, (family, settings) in {
+        "cwm": ("cwm", {**USUAL, "rope_parameters": LLAMA3, "head_dim": 8}),
+        "ernie4_5": ("ernie4_5", HEADS),
+        "ernie4_5-bias": ("ernie4_5", {**HEADS, "use_bias": True, "tie_word_embeddings": False}),
+        "granite-scaled": ("granite", {**USUAL, **GRANITE, "tie_word_embeddings": True}),
+        "granite-untied": ("granite", {**USUAL, **GRANITE, "tie_word_embeddings": False, "attention_bias": True}),
+        "helium": ("helium", {**USUAL, "head_dim": 8}),
+        "llama-plain": ("llama", {**HEADS, "tie_word_embeddings": False}),
+        "llama-bias": ("llama", {**USUAL, "attention_bias": True, "mlp_bias": False}),
+        "llama-linear": (
+            "llama",
+            {**USUAL, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        ),
+        "llama-llama3": ("llama", {**USUAL, "rope_parameters": LLAMA3}),
+        "llama-yarn": ("llama", {**USUAL, "rope_parameters": YARN}),
+        "ministral": ("ministral", HEADS),
+        "seed_oss": ("seed_oss", HEADS),
+    }.items()
+}
+LLAMA_TYPED = ["granite", "llama", "mistral", "phi3", "qwen2", *LLAMAS]
+
 # Every part that a replacement can have; and the forms without neurons.
 FORMS = {0: Form(None, 4), 1: Form(3, 5), 2: Form(0, 6)}
 LINEAR_FORMS = {0: Form(None), 1: Form(3), 2: Form(0)}
+ONE_FORM = {1: Form(3, 5)}  # the other blocks stay as they are
 
 REFUSED: dict[str, dict[str, Any]] = {
     "mixtral": MIXTURE,
@@ -134,7 +169,8 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 def tiny_model(family: str, **settings: Any) -> Any:
     """A seeded float32 model in evaluation mode, in which no parameter is zero or one throughout."""
-    model_type, usual = (ROWS[family][0], ROWS[family][1]) if family in ROWS else (family, REFUSED[family])
+    rows = {**ROWS, **LLAMAS}
+    model_type, usual = (rows[family][0], rows[family][1]) if family in rows else (family, REFUSED[family])
     config = transformers.AutoConfig.for_model(model_type, **{**usual, **settings})
     encoder_decoder = config.is_encoder_decoder
     auto = transformers.AutoModelForSeq2SeqLM if encoder_decoder else transformers.AutoModelForCausalLM

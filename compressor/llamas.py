@@ -1,0 +1,175 @@
+"""Llama-type models in Llama's own terms: what llama.cpp, vLLM and the stock LlamaForCausalLM can run.
+
+Scales that a family applies while it computes (Granite) go into the weights, fused matrices are cut, interleaved
+rotations are reordered. All of it is exact; families whose layers compute something else are not in the table.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from compressor.errors import InputError
+from compressor.folding import Ordinary
+from compressor.stock import Layout, assemble, fold_blocks, layout_of, stock_config, widths_of
+
+# The families whose layers are Llama's; True: their rotations pair neighbouring numbers instead of halves.
+LLAMA_TYPES = {
+    "cwm": False,
+    "ernie4_5": True,
+    "granite": False,
+    "helium": True,
+    "llama": False,
+    "ministral": False,
+    "mistral": False,
+    "phi3": False,
+    "qwen2": False,
+    "seed_oss": False,
+}
+OTHER = {
+    "gemma": "its gate is a gelu",
+    "gemma2": "its gate is a gelu, and it has norms after its blocks and soft caps on its logits",
+    "gemma3_text": "its gate is a gelu, and it has norms after its blocks",
+    "glm4": "it has norms after its blocks and rotates half of each head",
+    "olmo": "its norms have no weights and subtract the mean",
+    "olmo2": "its norms stand after its blocks",
+    "qwen3": "it normalises queries and keys",
+    "smollm3": "some of its layers have no rotations",
+    "stablelm": "its norms subtract the mean",
+}
+# What all of these families call the same.
+SHARED = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "initializer_range"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+PLAIN = "its blocks have no gate"
+
+
+@dataclass(frozen=True)
+class Llama:
+    """A compressed model as a LlamaForCausalLM whose blocks may have different widths, and what that costs."""
+
+    model: Any
+    layout: Layout
+    widths: list[int]  # that the blocks need; they may have been given more
+    window: int | None  # the source looks back so far and no further: up to there both are the same
+
+
+def refuse_other_types(model: Any) -> None:
+    """InputError that says what keeps a family from being a Llama."""
+    config = model.config
+    family = config.model_type
+    if family not in LLAMA_TYPES:
+        own = layout_of(stock_config(model))
+        reason = OTHER.get(family) or (PLAIN if own is None or not own.gated else "its layers are not Llama's")
+        known = ", ".join(sorted(LLAMA_TYPES))
+        raise InputError(f"{family} is not of Llama's type: {reason}; of that type are {known}")
+    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise InputError(f"this {family} rotates only a part of each head, which no Llama does")
+
+
+@torch.no_grad()
+def as_llama(model: Any, dtype: torch.dtype, *, uniform: bool = False, multiple: int = 1) -> Llama:
+    """A compressed model in Llama's terms; its blocks have the widths they need, rounded up to a multiple, or one."""
+    refuse_other_types(model)
+    config = llama_config(model)
+    layout = layout_of(config)
+    assert layout is not None  # it is Llama's
+    needed = widths_of(model, layout)
+    widths = [-(-max(width, 1) // multiple) * multiple for width in needed]
+    if uniform:
+        widths = [max(widths)] * len(widths)
+        config.intermediate_size = widths[0]
+    config.mlp_bias = True
+    layout = layout_of(config)
+    assert layout is not None
+    scale = getattr(model.config, "residual_multiplier", 1.0)
+    folded = fold_blocks(model, layout, dtype)
+    blocks = [scaled(ffn, scale).padded(width) for ffn, width in zip(folded, widths, strict=True)]
+    tensors = llama_tensors(model, config)
+    llama = assemble(config, layout, tensors, blocks, dict(model.named_buffers()))
+    llama.generation_config = copy.deepcopy(model.generation_config)
+    return Llama(llama, layout, needed, window_of(model.config))
+
+
+def scaled(ffn: Ordinary, scale: float) -> Ordinary:
+    if scale == 1.0:
+        return ffn
+    bias = None if ffn.bias is None else ffn.bias * scale
+    return Ordinary(ffn.activation, ffn.inner, ffn.outer * scale, ffn.gate, ffn.inner_bias, ffn.gate_bias, bias)
+
+
+def window_of(config: Any) -> int | None:
+    """How far the model looks back, where that is less than its context."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    window = getattr(config, "sliding_window", None)
+    return window if window is not None and window < config.max_position_embeddings else None
+
+
+def llama_config(model: Any) -> LlamaConfig:
+    """The LlamaConfig of a Llama-type model, still with its blocks' own width."""
+    config = stock_config(model)
+    state = model.state_dict()
+    rope = {key: value for key, value in config.rope_parameters.items() if key != "partial_rotary_factor"}
+    return LlamaConfig(
+        **{name: getattr(config, name) for name in SHARED if hasattr(config, name)},
+        max_position_embeddings=window_of(config) or config.max_position_embeddings,
+        head_dim=getattr(config, "head_dim", None),
+        rope_parameters=rope,
+        attention_bias=any(name.startswith("model.layers.0.self_attn.") and name.endswith("bias") for name in state),
+        mlp_bias=False,
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+def llama_tensors(model: Any, config: LlamaConfig) -> dict[str, Tensor]:
+    """Everything but the feed-forward blocks, by Llama's names."""
+    own = model.config
+    tensors: dict[str, Tensor] = {}
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    residual, multiplier = getattr(own, "residual_multiplier", 1.0), getattr(own, "attention_multiplier", None)
+    attention = 1.0 if multiplier is None else multiplier * config.head_dim**0.5
+    for name, tensor in model.state_dict().items():
+        if ".qkv_proj." in name:
+            parts = tensor.split([queries, keys, keys])
+            tensors |= {
+                name.replace("qkv_proj", f"{letter}_proj"): part for letter, part in zip("qkv", parts, strict=True)
+            }
+        elif ".mlp." not in name:
+            tensors[name] = tensor
+    for name, tensor in tensors.items():
+        part = name.rsplit(".", 2)[-2]
+        if part in ("q_proj", "k_proj") and LLAMA_TYPES[own.model_type]:
+            tensors[name] = tensor = halved(tensor, config.head_dim)
+        if part == "q_proj" and attention != 1.0:
+            tensors[name] = tensor * attention
+        if part == "o_proj" and residual != 1.0:
+            tensors[name] = tensor * residual
+    return scale_ends(tensors, own)
+
+
+def scale_ends(tensors: Mapping[str, Tensor], own: Any) -> dict[str, Tensor]:
+    """Granite's scales of embeddings and logits. The second goes into the last norm: tied weights stay tied."""
+    embedding, logits = getattr(own, "embedding_multiplier", 1.0), getattr(own, "logits_scaling", 1.0)
+    found = dict(tensors)
+    if embedding != 1.0:
+        found["model.embed_tokens.weight"] = found["model.embed_tokens.weight"] * embedding
+    head = logits * (embedding if own.tie_word_embeddings else 1.0)
+    if head != 1.0:
+        found["model.norm.weight"] = found["model.norm.weight"] / head
+    return found
+
+
+def halved(tensor: Tensor, head: int) -> Tensor:
+    """Rows of every head from neighbouring pairs to two halves."""
+    shape = tensor.shape
+    return tensor.reshape(-1, head // 2, 2, *shape[1:]).transpose(1, 2).reshape(shape)
