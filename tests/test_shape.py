@@ -38,6 +38,8 @@ ORDER = [
     "taskfiles",
     "scrutiny",
     "models",
+    "llamacpp",
+    "vocabulary",
     "cache",
     "stream",
     "evaluating",

@@ -1,0 +1,1 @@
+"""The tokenizer of a checkpoint, as a GGUF file holds it."""
