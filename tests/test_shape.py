@@ -52,6 +52,7 @@ ORDER = [
     "statistics",
     "fitting",
     "checkpoint",
+    "onnx_files",
     "sweeping",
     "probing",
     "crossing",
