@@ -59,6 +59,7 @@ ORDER = [
     "llamas",
     "configuration_decilm",
     "decilm",
+    "onnx_files",
     "sweeping",
     "probing",
     "crossing",
