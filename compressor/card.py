@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCardData
 
 from compressor.errors import visible
 from compressor.metadata import carry_over, is_repo_id, list_problems
 from compressor.origins import is_hub_id
-from compressor.reporting import name_replacement, text_lines
+from compressor.reporting import name_replacement, task_row, text_row
 from compressor.scores import list_scores, name_text, plain, texts_of, words_of
 from compressor.text import UNNAMED
 
@@ -30,7 +30,7 @@ def card(report: Record, *, picture: bool = False, repo: str | None = None) -> s
     `picture`: the profile lies beside it. `repo`: where it will stand, for the examples to be copied from.
     """
     place = repo or "DIRECTORY"
-    sections = [*opening(report), *measured(report), *blocks(report, picture), *loading(report, place)]
+    sections = [*opening(report), *measured(report), *loading(report, place), *blocks(report, picture)]
     text = "\n".join([*sections, *reproducing(report), limits(report)])
     content = f"---\n{metadata(report).to_yaml()}\n---\n\n{text}"
     problems = list_problems(content)
@@ -47,7 +47,7 @@ def metadata(report: Record) -> ModelCardData:
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=[*TAGS, *([str(source["model_type"])] if is_repo_id(source.get("model_type")) else [])],
-        model_name=f"{title(source)}, compressed" if scores else None,
+        model_name=f"{title(source)}-compressed" if scores else None,
         eval_results=scores or None,
         **carry_over(source.get("card") or {}),
     )
@@ -76,9 +76,9 @@ def opening(report: Record) -> list[str]:
     origin = f"[{escape(base)}](https://huggingface.co/{base})" if base == name else escape(name)
     lines = [
         f"# {escape(name)}, compressed\n",
-        f"A smaller copy of {origin} ({escape(source.get('model_type'))}): some of its feed-forward blocks are replaced "
-        f"by far smaller maps in closed form, by compressor {escape(report['tool'].get('version'))}. "
-        "Nothing was trained.\n",
+        f"A smaller copy of {origin} ({escape(source.get('model_type'))}), made by compressor "
+        f"{escape(report['tool'].get('version'))}: some of its feed-forward blocks are replaced by smaller maps "
+        "in closed form. Nothing was trained.\n",
     ]
     if "perplexity" in report:
         size = report["parameters"]
@@ -96,58 +96,70 @@ def promise(item: tuple[str, Record]) -> str:
 
 
 def measured(report: Record) -> list[str]:
-    """The budget, and a table of everything that was measured of both models."""
+    """A table of everything that was measured of both models, and what the budget was."""
     if "perplexity" not in report:
         return ["## Measured\n\nNothing: it was saved through the Python API, without a budget.\n"]
-    rows = ["| | source | compressed | change |", "|---|---:|---:|---|"]
-    for name, found in texts_of(report).items():
-        low, high = found["delta_ci95"]
-        what = "perplexity" if name == UNNAMED else f"perplexity on {escape(name)}"
-        rows.append(
-            f"| {what} | {found['baseline']:.3f} | {found['compressed']:.3f} | "
-            f"{found['delta']:+.3f} (95 % interval {low:+.3f} … {high:+.3f}) |"
-        )
-    for name, found in (report.get("tasks") or {}).items():
-        low, high = found["drop_ci95"]
-        change = found["compressed"] - found["source"]
-        rows.append(
-            f"| {escape(name)} ({escape(found['metric'])}, {found['documents']:,} documents) | {found['source']:.4f} | "
-            f"{found['compressed']:.4f} | {change:+.4f} (95 % interval of the drop {low:+.4f} … {high:+.4f}) |"
-        )
+    texts = texts_of(report)
+    found = [text_row(item) for item in texts.items()]
+    if list(texts) == [UNNAMED]:
+        found[0][0] = "perplexity"
+    found += [task_row(item) for item in (report.get("tasks") or {}).items()]
     size = report["parameters"]
-    rows.append(f"| parameters | {size['before']:,} | {size['after']:,} | −{size['removed_fraction']:.2%} |")
-    rows += speed_rows(report.get("speed") or {})
-    held = [f"- {line}\n" for line in map(escape, text_lines(report)) if "budget" in line]
-    text = report["text"]["verification"]
-    names = ", ".join(name_text(word) for words in words_of(report).values() for word in words)
-    found = report["perplexity"]
-    where = (
-        f"Perplexity is that of {found['tokens']:,} tokens in windows of {found['seq_len']} of {escape(names)} "
-        f"(tokens' sha256 `{escape(text['sha256'][:16])}…`), which nothing was fitted or chosen on. "
-        "Intervals are paired bootstraps over windows, or over a task's documents.\n"
+    found.append(["parameters", f"{size['before']:,}", f"{size['after']:,}", f"−{size['removed_fraction']:.2%}"])
+    found += speed_rows(report.get("speed") or {})
+    rows = ["| | source | compressed | change | 95 % interval | limit | |", "|---|---:|---:|---:|---|---:|---|"]
+    rows += [f"| {' | '.join([escape(row[0]), *row[1:]])} {'| ' * (7 - len(row))}|" for row in found]
+    confidence = report["budget"]["confidence"]
+    held = "".join(f"- {budget_line(item, confidence)}\n" for item in texts.items())
+    return ["## Measured\n", "\n".join(rows) + "\n", held, where_line(report)]
+
+
+def budget_line(item: tuple[str, Record], confidence: float) -> str:
+    name, found = item
+    on = "" if name == UNNAMED else f" on {escape(name)}"
+    end = f"the upper end of the rise at {confidence:.0%}" if confidence else "the rise"
+    return (
+        f"Budget: perplexity{on} may rise by {found['max_dppl']:.3f} at most ({escape(found['asked'])} was asked for); "
+        f"{end} is {found['delta_upper']:+.3f}, {'inside' if found['passed'] else 'OUTSIDE'}."
     )
-    return ["## Measured\n", "\n".join(rows) + "\n", "".join(held), where]
 
 
-def speed_rows(speed: Record) -> list[str]:
+def where_line(report: Record) -> str:
+    names = ", ".join(name_text(word) for words in words_of(report).values() for word in words)
+    found, looks = report["perplexity"], report.get("verification_looks")
+    looked = f", and which was looked at {looks} times" if isinstance(looks, int) and looks > 1 else ""
+    return (
+        f"Perplexity is measured on {found['tokens']:,} tokens of {escape(names)} in windows of {found['seq_len']} "
+        f"(tokens' sha256 `{short_hash(report['text']['verification']['sha256'])}`), which nothing was fitted "
+        f"on{looked}. Intervals are paired bootstraps over windows, or over a task's documents.\n"
+    )
+
+
+def speed_rows(speed: Record) -> list[list[str]]:
     if not speed:
         return []
     before, after = speed["flops_before"], speed["flops_after"]
-    rows = [f"| FLOPs per token | {before:,} | {after:,} | {speed['flops_ratio']:.3f}× fewer |"]
+    rows = [["FLOPs per token", f"{before:,}", f"{after:,}", f"{speed['flops_ratio']:.3f}× fewer"]]
     for key, name in (("prefill", "prefill, tokens/s"), ("decode", "decoding, tokens/s")):
         if speed[f"{key}_ratio"]:
-            figures = f"{speed[f'{key}_before']:,.0f} | {speed[f'{key}_after']:,.0f}"
-            rows.append(f"| {name} | {figures} | {speed[f'{key}_ratio']:.3f}× as fast, in turns on one machine |")
+            figures = [f"{speed[f'{key}_{when}']:,.0f}" for when in ("before", "after")]
+            rows.append([name, *figures, f"{speed[f'{key}_ratio']:.3f}× as fast"])
     return rows
 
 
 def blocks(report: Record, picture: bool) -> list[str]:
     shown = f"![R²_lin of every block over depth]({PICTURE})\n\n" if picture else ""
     what = (
-        "R²_lin is how much of a block's output the best linear map explains on rows that it was not fitted on; a dot "
-        "is a block that stayed as it was.\n\n"
+        "R²_lin is how much of a block's output the best linear map explains, on rows that it was not fitted on.\n"
+        if "perplexity" in report
+        else ""
     )
-    return [f"## Blocks\n\n{shown}{what if 'perplexity' in report else ''}{block_list(report['blocks'])}"]
+    return [f"## Blocks\n\n{shown}{what}{FORMS}\n{block_list(report['blocks'])}"]
+
+
+FORMS = """Now: `linear` is one matrix, `lowrank 48` two thin ones, `pruned 472` so many of the block's own neurons,
+`hybrid 472 rank 48` both, `bias` a constant; a dot is a block that stayed as it was.
+"""
 
 
 def block_list(entries: list[Any]) -> str:
@@ -178,6 +190,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("DIRECTORY", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")
+start = tokenizer("It was", return_tensors="pt")
+print(tokenizer.decode(model.generate(**start, max_new_tokens=40)[0]))
 ```
 
 With the package `compressor`, running no code that comes with the weights:
@@ -191,7 +205,7 @@ model = AutoModelForCausalLM.from_pretrained("DIRECTORY")
 
 Loading it with neither fails with an error; it never loads with random blocks.
 """
-GGUF = """Exported for another runtime, from a local copy; llama.cpp reads the file:
+GGUF = """Exported from a local copy, as a file that llama.cpp reads:
 
 ```
 compress export DIR --to gguf --out model.gguf
@@ -199,7 +213,7 @@ compress export DIR --to gguf --out model.gguf
 
 `--to hf-dense` and `--to onnx` write it for others.
 """
-DENSE = """Exported for another runtime, from a local copy; the result is a checkpoint that needs neither package nor code:
+DENSE = """Exported from a local copy, as a checkpoint that needs neither the package nor code of its own:
 
 ```
 compress export DIR --to hf-dense --out DENSE_DIR
@@ -213,13 +227,13 @@ def reproducing(report: Record) -> list[str]:
     if "perplexity" not in report:
         return []
     source = report["source"]
-    revision = f" at revision `{escape(source['revision'])}`" if source.get("revision") else ""
+    revision = f" at revision {escape(source['revision'])}" if source.get("revision") else ""
     return [
         "## Reproduce\n",
         "```\ncompress --recipe recipe.yaml --out NEW_DIR   # the same weights from the same source and text\n"
         "compress check DIR                            # measure both models again\n```\n",
-        f"The source{revision} has weights of sha256 `{escape(str(source['weights_sha256'])[:16])}…`. `recipe.yaml` has every setting, "
-        "`compression.json` every measurement, and `report.html` shows them.\n",
+        f"The source{revision} has weights of sha256 `{short_hash(source['weights_sha256'])}`. `recipe.yaml` has every "
+        "setting, `compression.json` every measurement, and `report.html` shows them.\n",
     ]
 
 
@@ -230,11 +244,16 @@ def limits(report: Record) -> str:
         "What was not measured is not promised: other languages, subjects, lengths and tasks can have lost more."
         if "perplexity" in report
         else "How much it lost is not known: measure it before it is used.",
-        "The licence is the source's."
+        f"The licence ({license if isinstance(license, str) else ', '.join(license)}) is the source's."
         if license
         else "The source's licence is not known here; find out before passing this on.",
     ]
     return "## Limits\n\n" + "".join(f"- {line}\n" for line in lines)
+
+
+def short_hash(digest: Any) -> str:
+    """The beginning of a hash; inside backticks nothing can be escaped, so nothing but its digits gets there."""
+    return "".join(c for c in str(digest)[:16] if c in "0123456789abcdef") + "…"
 
 
 def escape(text: Any) -> str:

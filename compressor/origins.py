@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,13 @@ def find_card(source: Source) -> Path | None:
 
 
 def find_base(source: Source, values: Mapping[str, Any]) -> dict[str, str]:
-    """What a local model was made from, where its card or its config plainly names a repository: OWNER/NAME."""
-    named = [values.get("base_model")]
-    try:
-        named.append(read_json(Path(source.model) / "config.json", source.model, CONFIG_BYTES).get("_name_or_path"))
-    except InputError:  # the built-in model, and one that was never a directory
-        pass
-    plain = (n for n in named if isinstance(n, str) and "/" in n and is_repo_id(n) and not Path(n).exists())
-    return {"base_model": base for base in [next(plain, None)] if base}
+    """What a local model was made from, where its card or its config plainly names one repository: OWNER/NAME."""
+    own = values.get("base_model")
+    named = [own[0] if isinstance(own, list) and len(own) == 1 else own]  # of several it is none in particular
+    if Path(source.model).is_absolute():
+        with suppress(InputError):
+            named.append(read_json(Path(source.model) / "config.json", source.model, CONFIG_BYTES).get("_name_or_path"))
+    for name in named:
+        if isinstance(name, str) and "/" in name and is_repo_id(name) and not Path(name).exists():
+            return {"base_model": name}
+    return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 
 from huggingface_hub import EvalResult
@@ -14,7 +15,9 @@ from compressor.metadata import DATASET
 from compressor.text import HUB_SPLITS, HUB_TEXTS, UNNAMED, group
 
 TASK = "text-generation"
-PLAIN_TEXT = "text"  # what `datasets` calls files of lines, for a text that is not on the Hub
+# What is not on the Hub is called as `datasets` calls files of its kind; a name of its own might be somebody's there.
+PLAIN_TEXT = "text"
+FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 METRICS = {"acc": "accuracy"}  # lm-eval's names that the Hub has others for
 Record = Mapping[str, Any]
 
@@ -68,7 +71,7 @@ def task_scores(report: Record) -> Iterator[tuple[dict[str, Any], Metrics]]:
         low, high = found["drop_ci95"]
         data = found.get("data")
         on_hub = isinstance(data, str) and DATASET.fullmatch(data)
-        kind = data if on_hub else slug(name)  # a local file has no place on the Hub, but the task has a name
+        kind = data if on_hub else FILES.get(PurePath(str(data)).suffix, PLAIN_TEXT)
         metrics: Metrics = [
             (METRICS.get(metric, slug(metric)), values["compressed"], plain(metric))
             for metric, values in found["metrics"].items()
@@ -81,7 +84,10 @@ def task_scores(report: Record) -> Iterator[tuple[dict[str, Any], Metrics]]:
 
 def texts_of(report: Record) -> Mapping[str, Any]:
     """Name → figures; a record of one text may have them at its top alone."""
-    return report.get("texts") or {UNNAMED: {**report["perplexity"], **report["budget"]}}
+    if report.get("texts"):
+        return dict(report["texts"])
+    found = {**report["perplexity"], **report["budget"]}
+    return {UNNAMED: {**found, "passed": found["delta_upper"] <= found["max_dppl"]}}
 
 
 def words_of(report: Record) -> dict[str, list[str]]:
@@ -97,8 +103,8 @@ def dataset_of(words: list[str], name: str) -> dict[str, Any]:
     if only in HUB_TEXTS:
         repo, config = HUB_TEXTS[only]
     if only in HUB_TEXTS or (only.startswith("hub:") and DATASET.fullmatch(repo)):
-        told = {"dataset_name": repo, "dataset_config": slug(config) if config else None}
-        return {"dataset_type": repo, **told, "dataset_split": HUB_SPLITS[-1]}
+        part = {"dataset_config": slug(config) if config else None, "dataset_split": HUB_SPLITS[-1]}
+        return {"dataset_type": repo, "dataset_name": repo, **part}
     told = ", ".join(name_text(word) for word in words) or plain(name)
     return {"dataset_type": PLAIN_TEXT, "dataset_name": told, "dataset_config": slug(told)}
 
