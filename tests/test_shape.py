@@ -88,6 +88,7 @@ ORDER = [
     "profiling",
     "pipeline",
     "checking",
+    "parcels",
     "pushing",
     "options",
     "terminal",
