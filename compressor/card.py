@@ -92,7 +92,7 @@ def opening(report: Record) -> list[str]:
 def promise(item: tuple[str, Record]) -> str:
     name, found = item
     on = "" if name == UNNAMED else f" on {escape(name)}"
-    return f"perplexity{on} rose by {found['delta']:.3f} (from {found['baseline']:.3f} to {found['compressed']:.3f})"
+    return f"perplexity{on} went from {found['baseline']:.3f} to {found['compressed']:.3f} ({found['delta']:+.3f})"
 
 
 def measured(report: Record) -> list[str]:

@@ -31,7 +31,7 @@ REQUIRED = ("config.json", CODE, RECORD)
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "*.bpe.model", "*.tiktoken"),
-    *("chat_template.jinja", "chat_template.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
 WRITTEN = (
     *REQUIRED,
@@ -43,6 +43,7 @@ WRITTEN = (
     "figures/*.png",
     "figures/*.svg",
 )
+FOLDERS = ("figures", "additional_chat_templates")
 WEIGHTS = ("*.safetensors", INDEX)
 ADDED = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "NOTICE.md", "NOTICE.txt")  # many licences ask for it
 HALF_DONE = re.compile(r"\..+\.(partial|old)-\w{8}")
@@ -114,8 +115,8 @@ def find_whole(directory: Path, record: Mapping[str, Any]) -> set[str]:
 def walk(directory: Path) -> Iterator[tuple[str, Path]]:
     """Every file by its name from the directory; a directory that nothing is taken from stands for its files."""
     for path in sorted(directory.iterdir()):
-        if path.name == "figures" and path.is_dir() and not path.is_symlink():
-            yield from ((f"figures/{inner.name}", inner) for inner in sorted(path.iterdir()))
+        if path.name in FOLDERS and path.is_dir() and not path.is_symlink():
+            yield from ((f"{path.name}/{inner.name}", inner) for inner in sorted(path.iterdir()))
         else:
             yield path.name, path
 

@@ -125,7 +125,8 @@ def refusing(repo: str, branch: str | None) -> Iterator[None]:
 def explain(repo: str, branch: str | None, error: Exception, secret: str | None) -> InputError:
     """What the answer means to the user."""
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-    reason = reason_of(error).replace(secret or "\0", "***")
+    said = getattr(error, "server_message", None)  # the first line of the error itself is only the address
+    reason = (reason_of(ValueError(said)) if said else reason_of(error)).replace(secret or "\0", "***")
     if status == 401:
         return InputError(f"the Hub does not know the token; {LOG_IN}")
     if status == 403:

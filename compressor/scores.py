@@ -10,9 +10,10 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
+from compressor.budget import split_name
 from compressor.errors import shorten, visible
 from compressor.metadata import DATASET
-from compressor.text import HUB_SPLITS, HUB_TEXTS, UNNAMED, group
+from compressor.text import HUB_SPLITS, HUB_TEXTS, UNNAMED
 
 TASK = "text-generation"
 # What is not on the Hub is called as `datasets` calls files of its kind; a name of its own might be somebody's there.
@@ -93,7 +94,12 @@ def texts_of(report: Record) -> Mapping[str, Any]:
 def words_of(report: Record) -> dict[str, list[str]]:
     """Name → the files, built-in texts and data sets that it was made of."""
     recorded = (report.get("recipe") or {}).get("text") or str(report["text"]["verification"]["source"]).split(", ")
-    return group([str(word) for word in recorded])
+    found: dict[str, list[str]] = {}
+    for word in recorded:
+        name, rest = split_name(str(word))
+        known = name is not None and name in texts_of(report)  # else a file whose own name looks like that
+        found.setdefault(str(name) if known else UNNAMED, []).append(rest if known else str(word))
+    return found
 
 
 def dataset_of(words: list[str], name: str) -> dict[str, Any]:
@@ -115,12 +121,12 @@ def name_text(word: str) -> str:
         return "built-in text of compressor"
     if word.startswith("hub:"):
         return plain(word.removeprefix("hub:"))
-    return plain(re.split(r"[/\\]", word.rstrip("/\\"))[-1]) or PLAIN_TEXT
+    return plain(re.split(r"[/\\]", word.rstrip("/\\"))[-1])
 
 
 def plain(text: str) -> str:
-    """A name in one line that can be written and ends."""
-    return shorten(" ".join(visible(str(text)).split()), 120)
+    """A name in one line that can be written, and ends, and is not empty."""
+    return shorten(" ".join(visible(str(text)).split()), 120) or "–"
 
 
 def slug(text: str) -> str:
