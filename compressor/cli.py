@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from compressor import __version__
+from compressor import __version__, delivery
 from compressor import options as opt
 from compressor.ending import end
 from compressor.errors import DONE, MISSED
@@ -31,6 +31,7 @@ Examples:
   compress ./my-model --text corpus.txt --max-dppl 0.5 --out ./smaller
   compress profile ./my-model --text corpus.txt
   compress check ./smaller --max-dppl 0.5
+  compress push ./smaller me/smaller --dry-run
 
 Exit codes: 0 done and inside the budget; 1 the budget is missed or nothing fits it; 2 bad input.
 """
@@ -301,6 +302,9 @@ def info(directory: opt.Directory, as_json: opt.Json = False, debug: opt.Debug =
     record = checking.read_record(directory)
     table = reporting.block_table(record) if "perplexity" in record else None
     emit(record, as_json, reporting.info_lines(record), table)
+
+
+app.command()(delivery.push)
 
 
 @app.callback(invoke_without_command=True)

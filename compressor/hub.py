@@ -26,7 +26,8 @@ from compressor.errors import InputError
 PROBE_SECONDS = 4.0
 REASON_LENGTH = 200
 MODEL_ALTERNATIVES = "give a local directory, or `demo` for the built-in model"
-DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # all but the weights and the code
+# All but the weights and the code; the card says under which licence the model is.
+DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", constants.REPOCARD_NAME)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,11 @@ def parse_json(file: Path, most: int = JSON_BYTES) -> Any:
 
 def parse_yaml(file: Path, loader: type[PlainLoader] = UniqueLoader) -> Any:
     """The same of a YAML file."""
-    text = read_text(file, YAML_BYTES)
+    return load_yaml(read_text(file, YAML_BYTES), loader)
+
+
+def load_yaml(text: str, loader: type[PlainLoader] = UniqueLoader) -> Any:
+    """The value of a text, or Malformed."""
     try:
         value = yaml.load(text, Loader=loader)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError, TypeError, AttributeError) as error:

@@ -24,6 +24,7 @@ from compressor.dissecting import Band, Hurt
 from compressor.evaluating import Evaluation
 from compressor.generating import Talk
 from compressor.modeling_compressor import Replacement
+from compressor.origins import describe_origin
 from compressor.patching import specs
 from compressor.planning import Plan
 from compressor.sources import source_of
@@ -57,6 +58,7 @@ def describe_source(model: Any) -> dict[str, Any]:
         "model_type": source.model_type,
         "weights_sha256": source.weights_sha256,
         "dtype": str(source.dtype).removeprefix("torch."),
+        "card": describe_origin(source),
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from compressor import ranks
-from compressor.card import card
+from compressor.card import PICTURE, card
 from compressor.charting import charts_of
 from compressor.checkpoint import write_checkpoint
 from compressor.directories import reserved, sync, whole_directory
@@ -65,9 +65,10 @@ def write_result(
             write_checkpoint(model, tokenizer, partial, dtype=source_of(model).dtype)
         verify_written(partial, model, first_tokens(model) if tokens is None else tokens, progress)
         write_json(partial / RECORD, report)
-        (partial / "README.md").write_text(card(report), encoding="utf-8")
         if "perplexity" in report:
             write_report(partial, report)
+        content = card(report, picture=(partial / PICTURE).is_file())
+        (partial / "README.md").write_text(content, encoding="utf-8")
         if recipe is not None:
             (partial / "recipe.yaml").write_text(recipe, encoding="utf-8")
     return target

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compressor
 from compressor import cli
-from compressor.card import card as write_card
 from compressor.errors import InputError
 from compressor.modeling_compressor import Replacement
 
@@ -168,19 +167,6 @@ def test_result_loads_and_has_the_recorded_perplexity(compressed: Path, corpus: 
     nats = -scores.gather(-1, windows[:, 1:, None]).mean()
     assert nats.exp().item() == pytest.approx(record["perplexity"]["compressed"], rel=1e-5)
     assert record["perplexity"]["tokens"] == windows[:, 1:].numel()
-
-
-def test_card_says_what_was_measured(compressed: Path) -> None:
-    card = (compressed / "README.md").read_text(encoding="utf-8")
-    record = read_record(compressed)
-    _, head, body = card.split("---\n", 2)
-    assert "base_model" not in yaml.safe_load(head)  # the source is a local directory, not a hub id
-    assert str(Path(record["source"]["model"]).parent) not in card, "a card is made to be published"
-    hub = {**record, "source": {**record["source"], "model": "owner/name"}}
-    assert yaml.safe_load(write_card(hub).split("---\n")[1])["base_model"] == "owner/name"
-    assert f"{record['perplexity']['baseline']:.3f} → {record['perplexity']['compressed']:.3f}" in body
-    assert f"{record['parameters']['before']:,} → {record['parameters']['after']:,}" in body
-    assert len(re.findall(r"(?m)^\| \d+ \|", body)) == 3
 
 
 def test_json_is_alone_on_stdout_and_a_second_run_is_identical(
