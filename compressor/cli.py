@@ -305,6 +305,7 @@ def info(directory: opt.Directory, as_json: opt.Json = False, debug: opt.Debug =
 
 
 app.command()(delivery.push)
+app.command()(delivery.export)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,7 +1,7 @@
 """A compressed Llama-type model for vLLM: architecture DeciLMForCausalLM (`nemotron-nas`), a width for every block.
 
-Written after the source of vLLM (model_executor/models/nemotron_nas.py); it was never run there. vLLM takes the width of
-a block from `ffn_mult`: int(2·ffn_mult·hidden/3), rounded up to a multiple of 256. So every width is such a multiple.
+Written after the source of vLLM (model_executor/models/nemotron_nas.py); it was never run there. vLLM takes a block's
+width from `ffn_mult`: int(2·ffn_mult·hidden/3), rounded up to a multiple of 256. So every width is such a multiple.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from compressor.checkpoint import write_checkpoint
-from compressor.llamas import Llama
+from compressor.llamas import Llama, block_widths
 
 MULTIPLE = 256
 CONFIGURATION = Path(__file__).with_name("configuration_decilm.py")
@@ -24,13 +24,11 @@ def write_decilm(llama: Llama, tokenizer: Any, directory: Path, dtype: torch.dty
     """Config, the code that reads it, weights and tokenizer, into an empty directory."""
     write_checkpoint(llama.model, tokenizer, directory, dtype=dtype)
     file = directory / "config.json"
-    config = decilm_config(json.loads(file.read_text(encoding="utf-8")), llama.layout.activation, block_widths(llama))
+    config = decilm_config(
+        json.loads(file.read_text(encoding="utf-8")), llama.layout.activation, block_widths(llama.model)
+    )
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     shutil.copyfile(CONFIGURATION, directory / CONFIGURATION.name)
-
-
-def block_widths(llama: Llama) -> list[int]:
-    return [layer.mlp.down_proj.in_features for layer in llama.model.model.layers]
 
 
 def decilm_config(config: dict[str, Any], activation: str, widths: list[int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The commands that hand a compressed checkpoint on."""
+"""The commands that hand a compressed checkpoint on: to other runtimes (`export`) and to the Hub (`push`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Annotated
 import typer
 
 from compressor import options as opt
+from compressor.errors import InputError
 from compressor.terminal import emit
 
+TARGETS = ("gguf", "hf-dense", "onnx", "vllm")
 Repo = Annotated[str, typer.Argument(metavar="REPO", help="OWNER/NAME on the Hugging Face Hub", show_default=False)]
 Private = Annotated[bool, typer.Option("--private", help="make the repository private if it is new")]
 Branch = Annotated[str | None, typer.Option(help="branch to write to, made if it is missing  [main]")]
@@ -48,3 +50,35 @@ def push(
         progress=Progress(visible=True),
     )
     emit(report, as_json, pushing.push_lines(report), pushing.push_table(report))
+
+
+def export(
+    model: Annotated[
+        str, typer.Argument(metavar="DIR", help="a directory that compress wrote, or its hub id", show_default=False)
+    ],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="gguf: llama.cpp, one file; hf-dense: a stock checkpoint, no custom code; onnx: onnxruntime; "
+            "vllm: per-block widths, not run here"
+        ),
+    ],
+    out: Annotated[str, typer.Option(help="file (gguf) or directory to write; it appears whole or not at all")],
+    dtype: Annotated[
+        str | None, typer.Option(help="of the weights: f32, f16, bf16, and q8_0 for gguf  [as in DIR, if exact]")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier export in --out")] = False,
+    force: Annotated[bool, typer.Option("--force", help="also when nothing of the saving is left")] = False,
+    as_json: opt.Json = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Write a compressed checkpoint for llama.cpp, plain transformers, onnxruntime or vLLM: the same outputs."""
+    if to not in TARGETS:
+        raise InputError(f"--to {to} is not known; use {', '.join(TARGETS)}")
+    from compressor import exporting, hub
+    from compressor.progress import Progress
+
+    hub.refuse_out_of_reach(model)
+    order = exporting.Order(model, to, out, dtype, overwrite, force)
+    report = exporting.export(order, Progress(visible=True))
+    emit(report, as_json, exporting.export_lines(report), None)

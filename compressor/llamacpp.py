@@ -149,7 +149,9 @@ class Runner:
             answer = self.complete(ids[:i], 1, n_probs=1, logit_bias=[[ids[i], LOUD]], cache_prompt=True)
             (taken,) = answer["completion_probabilities"]
             assert taken["id"] == ids[i]
-            found.append(taken["logprob"] if taken["logprob"] > -1e38 else -math.inf)  # it says log 0 as the lowest float
+            found.append(
+                taken["logprob"] if taken["logprob"] > -1e38 else -math.inf
+            )  # it says log 0 as the lowest float
         return found
 
     def speed(self, prompt_tokens: int, new_tokens: int) -> Speed:

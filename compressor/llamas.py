@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from compressor.blocks import find_blocks
 from compressor.errors import InputError
 from compressor.folding import Ordinary
-from compressor.stock import Layout, assemble, fold_blocks, layout_of, stock_config, widths_of
+from compressor.stock import Layout, assemble, fold_blocks, has_replacement, layout_of, stock_config, widths_of
 
 # The families whose layers are Llama's; True: their rotations pair neighbouring numbers instead of halves.
 LLAMA_TYPES = {
@@ -76,14 +77,17 @@ def refuse_other_types(model: Any) -> None:
 
 
 @torch.no_grad()
-def as_llama(model: Any, dtype: torch.dtype, *, uniform: bool = False, multiple: int = 1) -> Llama:
-    """A compressed model in Llama's terms; its blocks have the widths they need, rounded up to a multiple, or one."""
+def as_llama(model: Any, dtype: torch.dtype, *, uniform: bool = False, multiple: int = 1, kept: bool = False) -> Llama:
+    """A compressed model in Llama's terms. Its blocks have the widths that they need, rounded up to a multiple (but,
+    with `kept`, not those that were never replaced), or all have one width."""
     refuse_other_types(model)
     config = llama_config(model)
     layout = layout_of(config)
     assert layout is not None  # it is Llama's
     needed = widths_of(model, layout)
-    widths = [-(-max(width, 1) // multiple) * multiple for width in needed]
+    rounded = [-(-max(width, 1) // multiple) * multiple for width in needed]
+    stay = [kept and not has_replacement(model, block) for block in find_blocks(model)]
+    widths = [width if keep else more for width, more, keep in zip(needed, rounded, stay, strict=True)]
     if uniform:
         widths = [max(widths)] * len(widths)
         config.intermediate_size = widths[0]
@@ -97,6 +101,11 @@ def as_llama(model: Any, dtype: torch.dtype, *, uniform: bool = False, multiple:
     llama = assemble(config, layout, tensors, blocks, dict(model.named_buffers()))
     llama.generation_config = copy.deepcopy(model.generation_config)
     return Llama(llama, layout, needed, window_of(model.config))
+
+
+def block_widths(model: Any) -> list[int]:
+    """The neurons of every block of a LlamaForCausalLM."""
+    return [layer.mlp.down_proj.in_features for layer in model.model.layers]
 
 
 def scaled(ffn: Ordinary, scale: float) -> Ordinary:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from compressor.blocks import find_blocks, parts_of
+from compressor.blocks import Block, find_blocks, parts_of
 from compressor.errors import InputError
 from compressor.folding import Ordinary, fold, neurons_needed, ordinary
 from compressor.neurons import Matrix, find_neurons
@@ -83,22 +83,25 @@ def layout_of(config: Any) -> Layout | None:
 
 def widths_of(model: Any, layout: Layout) -> list[int]:
     """The neurons that every block of a compressed model takes as an ordinary one."""
-    found = []
-    for block in find_blocks(model):
-        module = model.get_submodule(block.path)
-        replaced = getattr(module, "is_compressor_replacement", False)
-        found.append(neurons_needed(module, layout.gated) if replaced else layout.neurons)
-    return found
+    return [
+        neurons_needed(model.get_submodule(block.path), layout.gated)
+        if has_replacement(model, block)
+        else layout.neurons
+        for block in find_blocks(model)
+    ]
+
+
+def has_replacement(model: Any, block: Block) -> bool:
+    return bool(getattr(model.get_submodule(block.path), "is_compressor_replacement", False))
 
 
 def fold_blocks(model: Any, layout: Layout, dtype: torch.dtype) -> list[Ordinary]:
     """Every block of a compressed model as an ordinary one."""
     found = []
     for block in find_blocks(model):
-        module: Any = model.get_submodule(block.path)
-        if getattr(module, "is_compressor_replacement", False):
+        if has_replacement(model, block):
             try:
-                found.append(fold(module, layout.activation, layout.gated, dtype))
+                found.append(fold(model.get_submodule(block.path), layout.activation, layout.gated, dtype))
             except InputError as error:
                 raise InputError(f"{block.path} cannot be an ordinary block: {error}") from error
             continue

@@ -1,0 +1,320 @@
+"""Export: a compressed checkpoint for runtimes that know nothing of this tool, checked before anybody can see it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor import decilm, gguf_files, llamacpp
+from compressor.capacity import amount, require_disk
+from compressor.checkpoint import count_parameters, write_checkpoint
+from compressor.directories import reserved, reserved_file, whole_directory, whole_file
+from compressor.errors import InputError
+from compressor.llamas import LLAMA_TYPES, as_llama, block_widths
+from compressor.modeling_compressor import replacements
+from compressor.models import load, quiet
+from compressor.progress import Progress
+from compressor.records import describe_tool
+from compressor.rereading import compare_logits, first_tokens, logits_of, verify_written
+from compressor.saving import refusing_disk, write_json
+from compressor.sources import context_of, source_of
+from compressor.stock import as_own, blank, stock_config
+
+RECORD = "export.json"
+FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+NAMES = {dtype: name for name, dtype in FLOATS.items()}
+TOLERANCE = 2e-3  # of a log-probability in float32: llama.cpp adds up in another order
+LONGEST = 48  # tokens of the sample
+GREEDY = 24  # tokens of a continuation that are compared
+SAMPLE = (
+    "The harbour was quiet that morning: 12 boats, two of them newly painted, lay at the quay, and the captain's "
+    'daughter counted them aloud. "It\'s early," she said; nobody answered.\n\nLater, at 7.45, the wind came up.'
+)
+
+
+@dataclass(frozen=True)
+class Order:
+    """What was asked for."""
+
+    model: str
+    to: str
+    out: str
+    dtype: str | None = None
+    overwrite: bool = False
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class Export:
+    """A compressed model on its way out; `dtype` is what its weights are stored as."""
+
+    order: Order
+    model: Any
+    tokenizer: Any
+    dtype: str
+    sizes: dict[str, int]  # parameters of the source and of the compressed model
+    progress: Progress
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The precision that folded blocks are made for; vectors in a GGUF are float32 whatever the matrices are."""
+        return torch.float32 if self.order.to == "gguf" else FLOATS[self.dtype]
+
+
+def export(order: Order, progress: Progress) -> dict[str, Any]:
+    """Write a compressed checkpoint for another runtime, and return what was written."""
+    began = time.perf_counter()
+    write, dtypes = TARGETS[order.to]
+    if order.dtype not in (None, *dtypes):
+        raise InputError(f"--dtype {order.dtype} is not for --to {order.to}; use {', '.join(dtypes)}")
+    with reserve(order, progress) as target:
+        with quiet():
+            model, tokenizer = load(order.model, device="cpu", dtype="float32", allow_compressed=True)
+        if not replacements(model):
+            raise InputError(f"{order.model} is not a compressed checkpoint; give a directory that compress wrote")
+        with quiet():
+            sizes = {"source": count_parameters(blank(stock_config(model))), "compressed": count_parameters(model)}
+        job = Export(order, model, tokenizer, pick_dtype(order, model, dtypes), sizes, progress)
+        with refusing_disk(target):
+            report = write(job, target)
+    size = sum(file.stat().st_size for file in [target, *target.rglob("*")] if file.is_file())
+    return {**report, "out": str(target), "bytes": size, "seconds": time.perf_counter() - began}
+
+
+def describe(job: Export, parameters: int, **found: Any) -> dict[str, Any]:
+    """The record of an export: export.json in a directory, and what `--json` prints."""
+    return {
+        **describe_tool(),
+        "to": job.order.to,
+        "family": job.model.config.model_type,
+        "dtype": job.dtype,
+        "parameters": {**job.sizes, "exported": parameters},
+        **found,
+    }
+
+
+@contextmanager
+def reserve(order: Order, progress: Progress) -> Iterator[Path]:
+    """The output is ours, or refused before any work."""
+    if order.to == "gguf":
+        with reserved_file(order.out, order.overwrite, b"GGUF", progress.say) as file:
+            yield file
+    else:
+        with reserved(order.out, order.overwrite, order.model, RECORD, progress.say) as directory:
+            yield directory
+
+
+def pick_dtype(order: Order, model: Any, dtypes: tuple[str, ...]) -> str:
+    """The checkpoint's own precision, if it is not said; plain blocks as linear maps need float32 to be exact."""
+    own = NAMES[source_of(model).dtype]
+    if order.dtype is None and order.to == "hf-dense" and model.config.model_type not in LLAMA_TYPES:
+        own = "f32"
+    return order.dtype or (own if own in dtypes else dtypes[0])
+
+
+def to_gguf(job: Export, target: Path) -> dict[str, Any]:
+    with explaining(job):
+        llama = as_llama(job.model, job.stored, multiple=gguf_files.MULTIPLE, kept=True)
+        gguf_files.refuse_activation(llama)
+    compare(job, llama.model)
+    parameters = announce(job, "as GGUF", count_parameters(llama.model), target)
+    limits = windowed(job, llama.window) | {"context": gguf_files.context_of(llama.model.config)}
+    with whole_file(target) as file:
+        with explaining(job):
+            gguf_files.write_gguf(llama, job.tokenizer, file, job.dtype, Path(job.order.model).name)
+        checked = check_in_llamacpp(job, file)
+    found = {"architecture": "deci", "neurons": block_widths(llama.model), "needed": llama.widths}
+    return describe(job, parameters, **found, **limits, checked=checked)
+
+
+def to_dense(job: Export, target: Path) -> dict[str, Any]:
+    with explaining(job):
+        stock, needed, window = as_dense(job)
+    width, family, parameters = max(needed), stock.config.model_type, count_parameters(stock)
+    source, saving = job.sizes["source"], job.sizes["source"] - job.sizes["compressed"]
+    padding = (parameters - job.sizes["compressed"]) / max(1, saving)
+    widest = f"block {needed.index(width)} needs {width:,} neurons"
+    job.progress.say(f"one width for all blocks costs {padding:.0%} of the saving: {widest}")
+    if parameters >= source and not job.order.force:
+        raise InputError(
+            f"as a stock {family} nothing of the saving is left ({parameters:,} parameters, the source {source:,}): "
+            f"all blocks have one width, and {widest}; {alternatives(job)}, or add --force"
+        )
+    announce(job, f"as a stock {family}", parameters, target)
+    compare(job, stock)
+    with whole_directory(target) as partial:
+        with quiet():
+            write_checkpoint(stock, job.tokenizer, partial, dtype=FLOATS[job.dtype])
+        off = verify_written(partial, job.model, check_tokens(job), job.progress, FLOATS[job.dtype])
+        found = {"architecture": family, "neurons": [width] * len(needed), "needed": needed, "padding_cost": padding}
+        checked = {"runtime": "transformers", "logits_off": off}
+        report = describe(job, parameters, **found, **windowed(job, window), checked=checked)
+        write_json(partial / RECORD, report)
+    return report
+
+
+def as_dense(job: Export) -> tuple[Any, list[int], int | None]:
+    """The stock model, what its blocks need, and how far back it may look. Its own architecture, or else a Llama."""
+    try:
+        return *as_own(job.model, job.stored), None
+    except InputError:
+        if job.model.config.model_type not in LLAMA_TYPES:
+            raise
+    llama = as_llama(job.model, job.stored, uniform=True)
+    return llama.model, llama.widths, llama.window
+
+
+def to_vllm(job: Export, target: Path) -> dict[str, Any]:
+    with explaining(job):
+        llama = as_llama(job.model, job.stored, multiple=decilm.MULTIPLE)
+    off = compare(job, llama.model)
+    parameters = announce(job, "with widths in steps of 256", count_parameters(llama.model), target)
+    job.progress.say("note: this was written after vLLM's source and has not been run in vLLM")
+    with whole_directory(target) as partial:
+        with quiet():
+            decilm.write_decilm(llama, job.tokenizer, partial, FLOATS[job.dtype])
+        found = {"architecture": "DeciLMForCausalLM", "neurons": block_widths(llama.model), "needed": llama.widths}
+        checked = {"runtime": "torch, before writing", "logits_off": off}
+        report = describe(job, parameters, **found, **windowed(job, llama.window), checked=checked)
+        write_json(partial / RECORD, report)
+    return report
+
+
+def to_onnx(job: Export, target: Path) -> dict[str, Any]:
+    from compressor.onnx_files import write_onnx
+
+    parameters = announce(job, "as ONNX", job.sizes["compressed"], target)
+    with whole_directory(target) as partial:
+        report = describe(job, parameters, **write_onnx(job.model, job.tokenizer, partial, job.progress))
+        write_json(partial / RECORD, report)
+    return report
+
+
+TARGETS: dict[str, tuple[Callable[[Export, Path], dict[str, Any]], tuple[str, ...]]] = {
+    "gguf": (to_gguf, gguf_files.DTYPES),
+    "hf-dense": (to_dense, tuple(FLOATS)),
+    "onnx": (to_onnx, ("f32",)),
+    "vllm": (to_vllm, tuple(FLOATS)),
+}
+
+
+@contextmanager
+def explaining(job: Export) -> Iterator[None]:
+    """What cannot be written says what can."""
+    try:
+        yield
+    except InputError as error:
+        what = f"{job.order.model} cannot be written as {job.order.to}"
+        raise InputError(f"{what}: {error}; {alternatives(job)}") from error
+
+
+def alternatives(job: Export) -> str:
+    llama = job.model.config.model_type in LLAMA_TYPES
+    ways = "--to onnx" if job.order.to == "hf-dense" else "--to hf-dense or --to onnx"
+    if job.order.to == "hf-dense" and llama:
+        ways = "--to gguf, which keeps a width for every block, or --to onnx"
+    return f"try {ways}, or load the checkpoint itself in transformers"
+
+
+def announce(job: Export, form: str, parameters: int, target: Path) -> int:
+    """Say what is left of the saving, and what it takes, before anything is written."""
+    source, compressed = job.sizes["source"], job.sizes["compressed"]
+    job.progress.say(
+        f"source {source:,} parameters; compressed {compressed:,} ({compressed / source - 1:+.2%}); "
+        f"{form} {parameters:,} ({parameters / source - 1:+.2%})"
+    )
+    if parameters >= source:
+        job.progress.say("warning: nothing of the saving is left in this form")
+    size = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}[job.dtype]
+    needed = int(parameters * size) + (16 << 20)  # and the tokenizer
+    job.progress.say(require_disk("the export", needed, target, "name another --out"))
+    return parameters
+
+
+def windowed(job: Export, window: int | None) -> dict[str, Any]:
+    """The source looks back only so far; what is written does not forget, so its context ends there."""
+    if window is None:
+        return {}
+    job.progress.say(f"note: the source looks back {window:,} tokens; the export's context is cut to that")
+    return {"window": window}
+
+
+def check_tokens(job: Export) -> Tensor:
+    """The sample text as the model's tokens, or the first tokens where it has too few."""
+    length = min(LONGEST, (context_of(job.model) or LONGEST) // 2)
+    tokens = torch.tensor([job.tokenizer(SAMPLE)["input_ids"][:length]])
+    return tokens if tokens.shape[1] > 1 else first_tokens(job.model)
+
+
+def compare(job: Export, other: Any) -> float:
+    """The folded model must compute what the compressed one computes, in float32, before it is written."""
+    return compare_logits(job.model, other, check_tokens(job), job.stored)
+
+
+def check_in_llamacpp(job: Export, file: Path) -> dict[str, Any]:
+    """Run the file in llama.cpp, where it is installed: the same tokens for the text, the same probabilities for them.
+
+    Only float32 can be held to a tolerance; what the other types change is measured and said.
+    """
+    if not llamacpp.available():
+        job.progress.say("not run in llama.cpp: pip install xllamacpp, and an export is run there before you see it")
+        return {"runtime": None}
+    tokens = check_tokens(job)
+    ids = tokens[0].tolist()
+    log_probabilities = logits_of(job.model, tokens)[0].log_softmax(-1)
+    expected = log_probabilities[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
+    count = min(GREEDY, len(ids))
+    with quiet(), torch.no_grad():
+        wanted = job.model.generate(tokens, max_new_tokens=count, min_new_tokens=count, do_sample=False)[0, len(ids) :]
+    with llamacpp.Runner(file) as run:
+        same = run.tokenize(SAMPLE) == job.tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
+        found = torch.tensor(run.log_probabilities(ids), dtype=torch.float64)
+        continued = run.greedy(ids, count)
+    off = (found - expected).abs().max().item()
+    if not same:
+        raise InputError(
+            "llama.cpp reads the sample text as other tokens than transformers; nothing was kept: report it"
+        )
+    if job.dtype == "f32" and not off <= TOLERANCE:
+        raise InputError(
+            f"in llama.cpp a log-probability is off by {off:.3g}, more than {TOLERANCE}; nothing was kept: report it"
+        )
+    agreeing = sum(one == other for one, other in zip(continued, wanted.tolist(), strict=False))
+    return {
+        "runtime": f"llama.cpp (xllamacpp {version('xllamacpp')})",
+        "tokens": len(ids),
+        "log_probability_off": off,
+        "perplexity_ratio": (expected.mean() - found.mean()).exp().item(),
+        "greedy_equal": agreeing,
+        "greedy": count,
+    }
+
+
+def export_lines(report: dict[str, Any]) -> list[str]:
+    """What a user wants to know of an export."""
+    parameters = report["parameters"]
+    shrunk = parameters["exported"] / parameters["source"] - 1
+    lines = [
+        f"{report['out']}: {amount(report['bytes'])}, {report['dtype']}, {parameters['exported']:,} parameters "
+        f"({shrunk:+.2%} of the source's; compressed {parameters['compressed'] / parameters['source'] - 1:+.2%})"
+    ]
+    checked = report["checked"]
+    if "log_probability_off" in checked:
+        lines.append(
+            f"checked in {checked['runtime']}: {checked['greedy_equal']} of {checked['greedy']} greedy tokens equal, "
+            f"log-probabilities off by at most {checked['log_probability_off']:.2g} on {checked['tokens']} tokens, "
+            f"perplexity {checked['perplexity_ratio'] - 1:+.3%}"
+        )
+    elif checked["runtime"]:
+        lines.append(f"checked in {checked['runtime']}: logits off by {checked['logits_off']:.1g} of the largest")
+    if "context" in report:
+        lines.append(f"context {report['context']:,} tokens; run it: llama-cli -m {report['out']}")
+    return lines
