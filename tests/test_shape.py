@@ -39,6 +39,7 @@ ORDER = [
     "scrutiny",
     "models",
     "llamacpp",
+    "words",
     "vocabulary",
     "cache",
     "stream",
