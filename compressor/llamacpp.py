@@ -1,4 +1,4 @@
-"""Run a GGUF file in stock llama.cpp, through the wheel `xllamacpp`, in a process of its own: it may abort, this does not."""
+"""Run a GGUF file in stock llama.cpp (the wheel `xllamacpp`), in a process of its own, for it may abort."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from http.client import HTTPConnection, HTTPException
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,7 @@ from compressor.errors import InputError, shorten
 STAMP = re.compile(r"^[\d.]+ E +")  # of a line that llama.cpp logs as an error
 ABORT = re.compile(r"GGML_ASSERT|GGML_ABORT|fatal error")
 LOUD = 1e6  # a bias that makes a token the most likely one, whatever the model says
+NOTHING = -1e38  # less is how llama.cpp says the logarithm of zero
 PATIENCE = 10.0  # seconds for an orderly end
 ERRORS_ONLY = 1  # of llama.cpp's log
 
@@ -191,8 +193,7 @@ def serve() -> None:
     threading.Thread(target=end_with_input, daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # llama.cpp may print
-    import xllamacpp
-
+    xllamacpp: Any = import_module("xllamacpp")
     params = xllamacpp.CommonParams()
     params.model.path = orders["file"]
     params.api_keys, params.hostnames, params.port = [orders["key"]], ["127.0.0.1"], 0

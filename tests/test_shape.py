@@ -40,6 +40,7 @@ ORDER = [
     "scrutiny",
     "models",
     "llamacpp",
+    "words",
     "vocabulary",
     "origins",
     "cache",
