@@ -126,9 +126,12 @@ def add_merges(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
         raise refuse(
             f"llama.cpp drops the bytes that have no token ({len(missing)} of 256) where the tokenizer does not"
         )
+    merges = [" ".join(pair) for pair in read_merges(model)]
+    if not merges:
+        raise refuse("llama.cpp reads no BPE tokenizer without merges")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(name_cut(vocabulary))
-    writer.add_token_merges([" ".join(pair) for pair in read_merges(model)])
+    writer.add_token_merges(merges)
 
 
 def name_cut(vocabulary: Vocabulary) -> str:
