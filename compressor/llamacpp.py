@@ -81,14 +81,12 @@ class Runner:
         try:
             self.child.stdin.write(json.dumps(orders) + "\n")
             self.child.stdin.flush()
-            address = urlsplit(json.loads(self.child.stdout.readline()))
+            self.address = urlsplit(json.loads(self.child.stdout.readline())).netloc
         except (OSError, ValueError):
             self.fail()
         except BaseException:
             self.close()
             raise
-        assert address.hostname
-        self.connection = HTTPConnection(address.hostname, address.port)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -112,12 +110,15 @@ class Runner:
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
+        connection = HTTPConnection(self.address)  # a new one each time, for the server closes those that wait
         try:
-            self.connection.request("POST" if body else "GET", path, json.dumps(body) if body else None, headers)
-            response = self.connection.getresponse()
+            connection.request("POST" if body else "GET", path, json.dumps(body) if body else None, headers)
+            response = connection.getresponse()
             answer = json.loads(response.read())
         except (OSError, HTTPException, ValueError):
             self.fail()
+        finally:
+            connection.close()
         if response.status != 200:
             reason = shorten(str(answer.get("error", {}).get("message", answer)))
             raise InputError(f"llama.cpp refuses a request about {self.file}: {reason}; try another input")

@@ -126,9 +126,12 @@ def add_merges(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
         raise refuse(
             f"llama.cpp drops the bytes that have no token ({len(missing)} of 256) where the tokenizer does not"
         )
+    merges = [" ".join(pair) for pair in read_merges(model)]
+    if not merges:
+        raise refuse("llama.cpp reads no BPE tokenizer without merges")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(name_cut(vocabulary))
-    writer.add_token_merges([" ".join(pair) for pair in read_merges(model)])
+    writer.add_token_merges(merges)
 
 
 def name_cut(vocabulary: Vocabulary) -> str:
@@ -180,7 +183,7 @@ def find_space_prefix(vocabulary: Vocabulary) -> bool:
             changed = [t["content"] for t in vocabulary.added.values() if t["normalized"]]
             if changed:
                 vocabulary.notes.append(f"llama.cpp finds {shorten(', '.join(changed))} also within words")
-        return len(normalizers) == 2
+        return len(normalizers) > 1
     if normalizers or len(parts) != 1 or parts[0]["type"] != "Metaspace" or parts[0]["replacement"] != SPACE:
         raise refuse(f"llama.cpp does not treat spaces as this tokenizer does ({describe(normalizers + parts)})")
     if parts[0].get("split", True) and any(SPACE in left[1:] + right for left, right in read_merges(vocabulary.model)):
@@ -190,29 +193,22 @@ def find_space_prefix(vocabulary: Vocabulary) -> bool:
         vocabulary.notes.append("llama.cpp puts a space before a text also where it begins with one")
     if scheme == "first":
         vocabulary.notes.append("llama.cpp puts a space after every special token, not only at the beginning")
-    return str(scheme) != "never"
+    return bool(scheme != "never")
 
 
 def cuts_spaces(part: dict[str, Any]) -> bool:
     """A cut at spaces cuts nothing where they were all replaced before."""
-    return part["type"] == "Split" and part["pattern"] == {"String": " "} and part["behavior"] != "Removed"
+    return part.get("pattern") == {"String": " "} and part["type"] == "Split"
 
 
 def score(vocabulary: Vocabulary) -> list[float]:
     """A score for every token, such that the best score is the earliest merge.
 
-    That is exact if every two tokens that make a third are a merge, and the merges that make one token follow each
-    other, as they do in tokenizers that were SentencePiece models. Anything else is refused.
+    That is exact if every two tokens that make a third are a merge, as it is in tokenizers that were SentencePiece
+    models; another tokenizer is refused.
     """
     merges = read_merges(vocabulary.model)
-    order: dict[str, int] = {}
-    last = ""
-    for left, right in merges:
-        made = left + right
-        if made != last and made in order:
-            raise refuse(f"llama.cpp has one rank for each token, and {made!r} is made by merges of different ranks")
-        order.setdefault(made, len(order))
-        last = made
+    order = rank(merges)
     pieces = vocabulary.model["vocab"].keys() - {token["content"] for token in vocabulary.added.values()}
     known = set(merges)
     for piece in pieces - set(BYTES):
@@ -221,6 +217,28 @@ def score(vocabulary: Vocabulary) -> list[float]:
             if pair[0] in pieces and pair[1] in pieces and pair not in known:
                 raise refuse(f"llama.cpp would join {pair[0]!r} and {pair[1]!r}, which the tokenizer does not")
     return [-float(order.get(token, len(order))) for token in vocabulary.tokens]
+
+
+def rank(merges: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """The place of each token in the order of the merges, one for all the merges that make it.
+
+    Where merges of several tokens are mixed, those tokens share a place, and llama.cpp takes the leftmost. For runs of
+    spaces that is the same as to prefer the longest left part, which is how such merges are ordered.
+    """
+    last = {left + right: i for i, (left, right) in enumerate(merges)}
+    ranks: dict[str, int] = {}
+    place, end = -1, -1
+    for i, (left, right) in enumerate(merges):
+        token = left + right
+        if i > end:
+            place += 1
+        elif ranks.get(token) != place or set(token) == {SPACE}:
+            before = merges[i - 1]
+            if set(token + "".join(before)) != {SPACE} or len(left) > len(before[0]):
+                raise refuse(f"llama.cpp has one rank for each token, and {token!r} is made by merges of many ranks")
+        ranks.setdefault(token, place)
+        end = max(end, last[token])
+    return ranks
 
 
 def add_special_tokens(

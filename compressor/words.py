@@ -13,6 +13,8 @@ MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*" + END
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 CASED = [r"[^\r\n\p{L}\p{N}]?" + word for word in (f"{UPPER}*{LOWER}+", f"{UPPER}+{LOWER}*")]
 WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+MARKED = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
+POSSESSIVE = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*" + END
 CJK = "[一-龥぀-ゟ゠-ヿ]+"
 NAMED = (
@@ -41,11 +43,10 @@ CUTS = [
     Cut(split(rf"{SHORT}|{WORD}|\p{{N}}|{MARKS}"), {False: "qwen2"}),
     Cut(split(rf"{CASED[0]}|{CASED[1]}|\p{{N}}|{PATHS}"), {True: "tekken"}, ASCII_CASE),
     Cut(split(rf"{CASED[0]}{SHORT}?|{CASED[1]}{SHORT}?|\p{{N}}{{1,3}}|{PATHS}"), {False: "gpt-4o"}, ASCII_CASE),
-    Cut(split(r"\p{N}{1,3}", CJK, NAMED + r"| ?[\p{P}\p{S}]+[\r\n]*" + END), {False: "deepseek-v3"}),
-    Cut(
-        (*split(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+")[:-1], "digits", "bytes"),
-        {False: "deepseek-coder"},
-    ),
+    Cut(split(rf"{SHORT}|{MARKED}|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{END}"), {False: "qwen35"}),
+    Cut(split(rf"{SHORT}|{WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+{END}"), {False: "seed-coder"}),
+    Cut(split(POSSESSIVE), {False: "bailingmoe"}),
+    Cut(split(r"\p{N}{1,3}", CJK, NAMED + END), {False: "deepseek-v3"}),
 ]
 
 
@@ -65,7 +66,7 @@ def name_steps(part: dict[str, Any]) -> tuple[str, ...]:
     if kind == "Split" and "Regex" in part["pattern"]:
         pattern = part["pattern"]["Regex"].replace("\r", r"\r").replace("\n", r"\n")
         # What is between the matches is kept or dropped: no difference for a pattern that matches everything.
-        everything = (part["behavior"], part["invert"]) == ("Removed", True) and pattern.endswith(END)
+        everything = (part["behavior"], part["invert"]) == ("Removed", True) and pattern.endswith((MARKS, PATHS))
         if everything or (part["behavior"], part["invert"]) == ("Isolated", False):
             return (f"split {pattern}",)
     return (f"unknown {kind}",)
