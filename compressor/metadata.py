@@ -39,6 +39,8 @@ def is_repo_id(name: Any) -> bool:
 
 def read_front_matter(file: Path) -> dict[str, Any]:
     """What stands between the lines `---` at the top of a card that a stranger wrote; empty when it is not sound."""
+    if not file.is_file():  # nor a pipe, which would be waited for
+        return {}
     try:
         with file.open("rb") as stream:
             text = stream.read(YAML_BYTES).decode("utf-8-sig", "replace")
@@ -57,9 +59,9 @@ def carry_over(values: Mapping[str, Any]) -> dict[str, Any]:
         found["license"] = licenses[0] if len(licenses) == 1 else licenses
     if licenses == ["other"]:
         name, link = values.get("license_name"), values.get("license_link")
-        if isinstance(name, str) and LICENSE.fullmatch(name.lower()):
+        if isinstance(name, str) and fits(name.lower(), LICENSE):
             found["license_name"] = name.lower()
-        if isinstance(link, str) and LINK.fullmatch(link):
+        if fits(link, LINK):
             found["license_link"] = link
     for key, pattern in (("language", LANGUAGE), ("datasets", DATASET)):
         kept = matching(values.get(key), pattern)
@@ -72,14 +74,20 @@ def matching(value: Any, pattern: re.Pattern[str]) -> list[str]:
     """The words of a value, which may be one or a list, that the Hub would take."""
     words = value if isinstance(value, list) else [value]
     words = ["no" if word is False else word for word in words[:MOST]]  # Norwegian, to older YAML
-    return list(dict.fromkeys(word for word in words if isinstance(word, str) and pattern.fullmatch(word)))
+    return list(dict.fromkeys(word for word in words if fits(word, pattern)))
+
+
+def fits(word: Any, pattern: re.Pattern[str]) -> bool:
+    return isinstance(word, str) and pattern.fullmatch(word) is not None
 
 
 def list_problems(text: str) -> list[str]:
     """Why the Hub would not take a card, or would not show what it says. Empty: nothing to object to."""
-    if not REGEX_YAML_BLOCK.search(text):
+    found = REGEX_YAML_BLOCK.search(text)
+    if not found:
         return ["it has no metadata between lines of `---` at its top"]
     try:
+        load_yaml(found[2])  # more than huggingface_hub asks: aliases of aliases, and keys that stand twice
         card = ModelCard(text)
     except Exception as error:  # YAML's own, and whatever a wrong type in it raises
         return [f"its metadata cannot be read: {reason_of(error)}"]
@@ -89,9 +97,9 @@ def list_problems(text: str) -> list[str]:
 def objections(data: Any) -> Iterator[str]:
     for key, pattern in (("license", LICENSE), ("language", LANGUAGE), ("datasets", DATASET)):
         value = data.get(key)
-        words = value if isinstance(value, list) else [value]
-        if value is not None and matching(value, pattern) != list(dict.fromkeys(words)):
-            yield f"{key} is {value!r}"
+        for word in value if isinstance(value, list) else [] if value is None else [value]:
+            if not fits(word, pattern) and word is not False:
+                yield f"{key} is {word!r}"
     bases = data.get("base_model")
     for base in bases if isinstance(bases, list) else [bases]:
         if base is not None and not is_repo_id(base):
@@ -109,7 +117,7 @@ def objections(data: Any) -> Iterator[str]:
 def objections_to(result: EvalResult) -> Iterator[str]:
     """One metric of the model-index."""
     what = f"model-index, {result.dataset_name!r}"
-    if not isinstance(result.dataset_type, str) or not DATASET.fullmatch(result.dataset_type):
+    if not fits(result.dataset_type, DATASET):
         yield f"{what}: dataset.type is {result.dataset_type!r}, which no data set can be called"
     if not all(isinstance(name, str) and name for name in (result.task_type, result.dataset_name, result.metric_type)):
         yield f"{what}: task, data set and metric need a name each"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -92,7 +93,8 @@ def pack(directory: Path, repo: str) -> Parcel:
     content = files[CARD]
     text = content.decode() if isinstance(content, bytes) else read_card(content)
     data: Any = ModelCard(text).data
-    return Parcel(directory, dict(sorted(files.items())), left_out, notes, data.to_dict(), name)
+    metadata = json.loads(json.dumps(data.to_dict(), default=str, skipkeys=True))  # YAML has dates, JSON has none
+    return Parcel(directory, dict(sorted(files.items())), left_out, notes, metadata, name)
 
 
 def find_whole(directory: Path, record: Mapping[str, Any]) -> set[str]:

@@ -37,6 +37,7 @@ ANYTHING = st.recursive(
     st.none() | st.booleans() | st.floats() | st.text(max_size=20) | st.sampled_from(["mit", "other", "en", "a/b"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
 )
+KEYS = ("license", "language", "datasets", "tags", "base_model", "base_model_relation", "eval_results", "model_name")
 CARRIED = st.sampled_from(["license", "license_name", "license_link", "language", "datasets"])
 
 
@@ -270,6 +271,9 @@ def test_the_record_keeps_it(compress: Compress, corpus: Path, options: list[str
         ("---\nlicense: [mit\n---\n", "cannot be read"),
         ("---\n- mit\n---\n", "cannot be read"),
         ("---\nlicense: My Own\n---\n", "license"),
+        ("---\nlicense: {a: b}\n---\n", "license"),
+        ("---\nlicense: mit\nlicense: other\n---\n", "stands twice"),
+        ("---\na: &a [b]\nc: [*a, *a]\n---\n", "alias"),
         ("---\nlanguage: English\n---\n", "language"),
         ("---\nbase_model: /home/x\n---\n", "base_model"),
         ("---\nbase_model_relation: copy\n---\n", "base_model_relation"),
@@ -345,6 +349,14 @@ def test_what_is_carried_over_is_sound(values: dict[str, Any]) -> None:
     kept = carry_over(values)
     assert carry_over(kept) == kept, "it is asked again of a record that somebody may have written in"
     assert list_problems(f"---\n{yaml.safe_dump({'tags': [], **kept})}---\n") == []
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from([*KEYS, "model-index"]) | st.text(max_size=5), ANYTHING))
+def test_any_metadata_is_judged(values: dict[str, Any]) -> None:
+    """Whatever stands in a card, there is an answer."""
+    for problem in list_problems(f"---\n{yaml.safe_dump(values)}---\n"):
+        assert isinstance(problem, str)
 
 
 def test_front_matter_ends(tmp_path: Path) -> None:

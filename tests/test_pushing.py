@@ -343,11 +343,14 @@ def test_what_is_no_checkpoint(refused: Refused, models: Path, checkpoint: Path,
 
 def test_a_card_that_somebody_wrote_in_is_sent_as_it_is(checkpoint: Path, hub: Hub) -> None:
     file = checkpoint / "README.md"
-    own = file.read_text(encoding="utf-8").replace("---\n", "---\nlicense: mit\n", 1) + "\nMy own words.\n"
+    own = (
+        file.read_text(encoding="utf-8").replace("---\n", "---\nlicense: mit\ndate: 2020-02-02\n", 1)
+        + "\nMy own words.\n"
+    )
     file.write_text(own, encoding="utf-8")
     report = pushing.push(checkpoint, "me/small")
     assert hub.sent["README.md"].decode() == own
-    assert report["card"]["license"] == "mit"
+    assert (report["card"]["license"], report["card"]["date"]) == ("mit", "2020-02-02")
     assert "README.md is sent as it is" in report["notes"]
 
 
