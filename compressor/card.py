@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from compressor.errors import visible
+from compressor.llamas import LLAMA_TYPES
 from compressor.metadata import carry_over, is_repo_id, list_problems
 from compressor.origins import is_hub_id
 from compressor.reporting import name_replacement, task_row, text_row
@@ -20,7 +21,6 @@ TAGS = ["compressor", "compressed", "linear-ffn"]
 # Of the four relations that the Hub knows this is the nearest: the same model in fewer bytes, made without training.
 # A finetune would have been trained; and config.json has a quantization_config, which the Hub reads the same way.
 RELATION = "quantized"
-LLAMA_TYPES = ("llama", "mistral")
 Record = Mapping[str, Any]
 
 

@@ -15,15 +15,18 @@ from torch import Tensor
 
 from compressor import decilm, gguf_files, llamacpp
 from compressor.capacity import amount, require_disk
+from compressor.checking import read_record
 from compressor.checkpoint import count_parameters, write_checkpoint
 from compressor.directories import reserved, reserved_file, whole_directory, whole_file
 from compressor.errors import InputError
+from compressor.leaflets import leaflet
 from compressor.llamas import LLAMA_TYPES, as_llama, block_widths
 from compressor.modeling_compressor import replacements
 from compressor.models import load, quiet
 from compressor.progress import Progress
 from compressor.records import describe_tool
 from compressor.rereading import compare_logits, first_tokens, logits_of, verify_written
+from compressor.saving import RECORD as COMPRESSION
 from compressor.saving import refusing_disk, write_json
 from compressor.sources import context_of, source_of
 from compressor.stock import as_own, blank, stock_config
@@ -157,7 +160,7 @@ def to_dense(job: Export, target: Path) -> dict[str, Any]:
         found = {"architecture": family, "neurons": [width] * len(needed), "needed": needed, "padding_cost": padding}
         checked = {"runtime": "transformers", "logits_off": off}
         report = describe(job, parameters, **found, **windowed(job, window), checked=checked)
-        write_json(partial / RECORD, report)
+        describe_in(partial, job, report)
     return report
 
 
@@ -184,7 +187,7 @@ def to_vllm(job: Export, target: Path) -> dict[str, Any]:
         found = {"architecture": "DeciLMForCausalLM", "neurons": block_widths(llama.model), "needed": llama.widths}
         checked = {"runtime": "torch, before writing", "logits_off": off}
         report = describe(job, parameters, **found, **windowed(job, llama.window), checked=checked)
-        write_json(partial / RECORD, report)
+        describe_in(partial, job, report)
     return report
 
 
@@ -193,9 +196,19 @@ def to_onnx(job: Export, target: Path) -> dict[str, Any]:
 
     parameters = announce(job, "as ONNX", job.sizes["compressed"], target)
     with whole_directory(target) as partial:
-        report = describe(job, parameters, **write_onnx(job.model, job.tokenizer, partial, job.progress))
-        write_json(partial / RECORD, report)
+        found = write_onnx(job.model, job.tokenizer, partial, job.progress)
+        checked = {"runtime": f"ONNX Runtime {version('onnxruntime')}", "logits_off": found.pop("logits_off")}
+        report = describe(job, parameters, **found, checked=checked)
+        describe_in(partial, job, report)
     return report
+
+
+def describe_in(directory: Path, job: Export, report: dict[str, Any]) -> None:
+    """The record and the card of what was written; what was measured before comes from the compressed checkpoint."""
+    own = Path(job.order.model)
+    record = read_record(own) if (own / COMPRESSION).is_file() else None
+    write_json(directory / RECORD, report)
+    (directory / "README.md").write_text(leaflet(report, record), encoding="utf-8")
 
 
 TARGETS: dict[str, tuple[Callable[[Export, Path], dict[str, Any]], tuple[str, ...]]] = {

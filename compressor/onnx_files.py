@@ -117,12 +117,11 @@ def write_onnx(
     progress.say(f"ONNX Runtime's logits differ from torch's by at most {difference:.1e} of the largest logit")
     return {
         "opset": OPSET,
-        "dtype": "float32",
         "cache": cached,
         "without_cache_because": reasons.get(True),
         "inputs": inputs,
         "outputs": outputs,
-        "largest_logit_difference": difference,
+        "logits_off": difference,
         "tolerance": TOLERANCE,
         "for": USE[cached],
     }

@@ -100,6 +100,7 @@ ORDER = [
     "checking",
     "parcels",
     "pushing",
+    "leaflets",
     "exporting",
     "options",
     "terminal",
