@@ -79,6 +79,8 @@ def read_vocabulary(data: dict[str, Any], rows: int) -> Vocabulary:
             raise refuse(f"token {id} of the tokenizer is both {texts[id]!r} and {token['content']!r}")
     if texts and max(texts) >= rows:
         raise refuse(f"the tokenizer has a token {max(texts)}, and the model only {rows} rows of embeddings")
+    if any("\0" in text for text in texts.values()):
+        raise refuse("llama.cpp reads a token only up to a zero byte, and this tokenizer has tokens with one")
     unused = set(range(rows)) - set(texts)
     taken = set(texts.values())
     for id in unused:
