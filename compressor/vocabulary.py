@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ALTERNATIVE = "use --to hf-dense, which keeps the tokenizer as it is"
 SPACE = "▁"
+NEVER = {chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}  # letters of the bytes that UTF-8 does not have
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -128,6 +129,8 @@ def add_merges(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
         raise refuse(
             f"llama.cpp drops the bytes that have no token ({len(missing)} of 256) where the tokenizer does not"
         )
+    if rare := set(missing) - NEVER:
+        vocabulary.notes.append(f"llama.cpp makes other tokens next to one of the {len(rare)} bytes that have no token")
     merges = [" ".join(pair) for pair in read_merges(model)]
     if not merges:
         raise refuse("llama.cpp reads no BPE tokenizer without merges")

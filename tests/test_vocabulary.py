@@ -59,7 +59,8 @@ TEXTS = [
 LETTERS = st.characters(exclude_categories=["Cs", "Cn", "Co"], exclude_characters="ſ")
 WORDS = st.lists(st.sampled_from([*NASTY, *SPECIAL, OWN]) | LETTERS, max_size=25).map("".join)
 PLAIN = st.text(st.characters(max_codepoint=127), max_size=30)
-QUICK = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+INEXACT = ("tekken", "gpt-4o")  # beyond ASCII, and told so
 IDS = {name: (cut, whole) for cut in CUTS for whole, name in cut.names.items()}
 
 
@@ -97,16 +98,22 @@ def make_words(cut: Cut, whole: bool = False, *words: str, **more: Any) -> PreTr
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<|end|>", **more)
 
 
+@cache
+def learn_pieces(without: str) -> dict[str, Any]:
+    choice = random.Random(0)
+    sources = [word.replace(" ", SPACE) for word in NASTY if word not in without]
+    texts = ["".join(choice.choices(sources, k=20)) for _ in range(3000)]
+    learner = Tokenizer(models.BPE())
+    learner.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1500, show_progress=False))
+    learnt: dict[str, Any] = json.loads(learner.to_str())["model"]
+    return learnt
+
+
 def make_pieces(
     normalizer: Any = None, pre_tokenizer: Any = None, closed: bool = True, missing: int = 0, without: str = "\x00"
 ) -> PreTrainedTokenizerFast:
     """A tokenizer as SentencePiece makes it: every two pieces that make a third are a merge, by the third's score."""
-    choice = random.Random(0)
-    sources = [word.replace(" ", SPACE) for word in NASTY if word not in without]
-    learner = Tokenizer(models.BPE())
-    texts = ["".join(choice.choices(sources, k=20)) for _ in range(4000)]
-    learner.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1500, show_progress=False))
-    learnt = json.loads(learner.to_str())["model"]
+    learnt = learn_pieces(without)
     runs = [SPACE * length for length in (2, 3, 4, 5, 6, 7, 8, 16)]
     pieces = [piece for piece in learnt["vocab"] if piece not in runs]
     vocab = {piece: i for i, piece in enumerate([*SPECIAL, *BYTES[missing:], *runs, *pieces])}
@@ -155,16 +162,16 @@ def read(file: Path, name: str) -> Any:
 @pytest.fixture(scope="module", params=KINDS)
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[PreTrainedTokenizerFast, Runner, list[str]]]:
+) -> Iterator[tuple[PreTrainedTokenizerFast, Runner, bool]]:
     tokenizer = KINDS[request.param]()
     file = tmp_path_factory.mktemp("vocabulary") / "tiny.gguf"
-    notes = write(file, tokenizer)
+    assert bool(write(file, tokenizer)) == (request.param in INEXACT)
     with Runner(file, Settings(context=64)) as run:
-        yield tokenizer, run, notes
+        yield tokenizer, run, request.param not in INEXACT
 
 
-def test_llama_cpp_makes_the_same_tokens(case: tuple[PreTrainedTokenizerFast, Runner, list[str]]) -> None:
-    tokenizer, run, notes = case
+def test_llama_cpp_makes_the_same_tokens(case: tuple[PreTrainedTokenizerFast, Runner, bool]) -> None:
+    tokenizer, run, exact = case
 
     def compare(text: str) -> None:
         assert run.tokenize(text) == tokenizer.encode(text, add_special_tokens=False)
@@ -172,15 +179,12 @@ def test_llama_cpp_makes_the_same_tokens(case: tuple[PreTrainedTokenizerFast, Ru
 
     for text in TEXTS:
         compare(text)
-    QUICK(given(PLAIN if notes else WORDS)(compare))()
-    text = "It's  a\n\ttest, 123! " + ("" if notes else "é世界🙂 ខ្មែរ")
+    QUICK(given(WORDS if exact else PLAIN)(compare))()
+    text = "It's  a\n\ttest, 123! " + ("é世界🙂 ខ្មែរ" if exact else "")
     assert run.detokenize(tokenizer.encode(text, add_special_tokens=False)).lstrip(" ") == text
 
 
 def test_where_llama_cpp_differs_it_is_said(tmp_path: Path) -> None:
-    for name, (cut, whole) in IDS.items():
-        notes = write(tmp_path / f"{name}.gguf", make_words(cut, whole))
-        assert bool(notes) == (name in ("tekken", "gpt-4o")), notes
     composed = make_words(CUTS[0])
     composed.backend_tokenizer.normalizer = normalizers.NFC()
     assert write(tmp_path / "nfc.gguf", composed) == ["llama.cpp does not put text into Unicode's NFC form"]
@@ -294,6 +298,7 @@ REFUSALS: dict[str, tuple[Callable[[], PreTrainedTokenizerFast], str]] = {
     "removed": (lambda: change("pre_tokenizer", pre_tokenizers.Whitespace()), "cut words"),
     "prefix": (lambda: change("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)), "cut words"),
     "nothing": (lambda: change("pre_tokenizer", pre_tokenizers.Sequence([])), "cut words"),
+    "unknown": (lambda: wrap(models.BPE({"a": 0, "<unk>": 1}, [], unk_token="<unk>")), "256|drops"),
     "twice": (lambda: change("post_processor", TWICE), "at most one token"),
     "open": (lambda: make_pieces(PREPEND, closed=False), "would join|one rank"),
     "bytes": (lambda: make_pieces(PREPEND, missing=3), "no token for 3 of 256"),
@@ -310,6 +315,22 @@ def test_what_llama_cpp_cannot_do_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match=reason) as caught:
         write(tmp_path / "no.gguf", tokenizer)
     assert "--to hf-dense" in str(caught.value)
+
+
+def test_bytes_without_a_token_are_told(tmp_path: Path) -> None:
+    """Both drop them, but transformers joins what is left and right of them."""
+    vocab = {
+        letter: i for i, letter in enumerate([*sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {"ÿ", "Ą"}), "!!"])
+    }
+    for letter, told in (("ÿ", 0), ("Ą", 1)):  # the bytes FF, which UTF-8 does not have, and 04
+        backend = Tokenizer(models.BPE(vocab | {"ÿĄ".replace(letter, ""): len(vocab)}, [("!", "!")]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.add_special_tokens(["</s>"])
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+        assert len(write(tmp_path / "bytes.gguf", tokenizer)) == told
+        with Runner(tmp_path / "bytes.gguf", Settings(context=64)) as run:
+            assert run.tokenize("a\x04b!!") == tokenizer.encode("a\x04b!!")
+            assert (run.tokenize("!\x04!") == tokenizer.encode("!\x04!")) != told
 
 
 def test_tokens_that_take_the_spaces_around_them_are_told(tmp_path: Path) -> None:
