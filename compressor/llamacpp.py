@@ -106,7 +106,7 @@ class Runner:
         self.log.seek(0)
         reason = find_reason(self.log.read())
         self.close()
-        raise InputError(f"llama.cpp cannot run {self.file}: {reason}; export it again")
+        raise InputError(f"llama.cpp cannot run {self.file}: {reason}; check the file or export it again")
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}

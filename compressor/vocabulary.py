@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ALTERNATIVE = "use --to hf-dense, which keeps the tokenizer as it is"
 SPACE = "▁"
+NEVER = {chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}  # letters of the bytes that UTF-8 does not have
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -79,6 +80,8 @@ def read_vocabulary(data: dict[str, Any], rows: int) -> Vocabulary:
             raise refuse(f"token {id} of the tokenizer is both {texts[id]!r} and {token['content']!r}")
     if texts and max(texts) >= rows:
         raise refuse(f"the tokenizer has a token {max(texts)}, and the model only {rows} rows of embeddings")
+    if any("\0" in text for text in texts.values()):
+        raise refuse("llama.cpp reads a token only up to a zero byte, and this tokenizer has tokens with one")
     unused = set(range(rows)) - set(texts)
     taken = set(texts.values())
     for id in unused:
@@ -126,6 +129,8 @@ def add_merges(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
         raise refuse(
             f"llama.cpp drops the bytes that have no token ({len(missing)} of 256) where the tokenizer does not"
         )
+    if rare := set(missing) - NEVER:
+        vocabulary.notes.append(f"llama.cpp makes other tokens next to one of the {len(rare)} bytes that have no token")
     merges = [" ".join(pair) for pair in read_merges(model)]
     if not merges:
         raise refuse("llama.cpp reads no BPE tokenizer without merges")
