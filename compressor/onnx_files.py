@@ -7,6 +7,7 @@ window is the mask's business alone. A family whose cache torch cannot trace get
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 import inspect
 import io
@@ -131,13 +132,10 @@ def write_onnx(
 
 def export(model: Any, file: Path, cached: bool, single_file: int) -> tuple[list[str], list[str]]:
     """Trace the model and write the graph; return the names of its inputs and outputs."""
-    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
-
     batch, length, before = TRACED
     past = [torch.rand(batch, heads, before, width) for heads, width in cache_shapes(model)] if cached else []
     total = before + length if cached else length
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    positions = torch.arange(total - length, total).repeat(batch, 1) if takes_positions else None
+    positions = torch.arange(total - length, total).repeat(batch, 1) if takes_positions(model) else None
     given = {
         "input_ids": torch.ones(batch, length, dtype=torch.long),
         "attention_mask": torch.ones(batch, total, dtype=torch.long),
@@ -148,7 +146,7 @@ def export(model: Any, file: Path, cached: bool, single_file: int) -> tuple[list
     axes = {
         "input_ids": tokens,
         "attention_mask": {0: "batch_size", 1: "total_sequence_length"} if cached else tokens,
-        "position_ids": tokens if takes_positions else None,
+        "position_ids": tokens if takes_positions(model) else None,
         "past": [{0: "batch_size", 2: "past_sequence_length"} for _ in past],
     }
     layers = [f"{number}.{part}" for number in range(len(past) // 2) for part in ("key", "value")]
@@ -168,7 +166,8 @@ def export(model: Any, file: Path, cached: bool, single_file: int) -> tuple[list
         )
     assert program is not None
     refuse_narrowed(program.exported_program, context_of(model))
-    ClearMetadataAndDocStringPass()(program.model)  # where in whose Python every node comes from
+    passes: Any = importlib.import_module("onnx_ir.passes.common")
+    passes.ClearMetadataAndDocStringPass()(program.model)  # where in whose Python every node comes from
     size = sum(parameter.nbytes for parameter in model.parameters())
     program.save(file, external_data=size > single_file)
     return inputs, outputs
@@ -185,9 +184,10 @@ def cache_shapes(model: Any) -> list[tuple[int, int]]:
     """Heads and width of every key and value that the model keeps."""
     with torch.no_grad():
         cache = model(input_ids=torch.ones(1, 2, dtype=torch.long), use_cache=True).past_key_values
-    parts = [getattr(layer, name, None) for layer in getattr(cache, "layers", []) for name in ("keys", "values")]
+    layers = getattr(cache, "layers", [])
+    parts: list[Any] = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
     if not parts or any(part is None or part.ndim != 4 for part in parts):
-        raise Unfit(f"its {type(cache).__name__} holds more than keys and values")
+        raise Unfit(f"its {type(cache).__name__} is not one of keys and values alone")
     return [(part.shape[1], part.shape[3]) for part in parts]
 
 
@@ -204,15 +204,15 @@ def expect(model: Any) -> list[Case]:
         ids = torch.randint(rows, (batch, prompt + after), generator=generator)
         mask = torch.ones_like(ids)
         mask[0, :padding] = 0
-        cases.append(Case(ids, mask, prompt, model(**feed(model, ids, mask), use_cache=False).logits))
+        counted = {"position_ids": positions_of(mask)} if takes_positions(model) else {}
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **counted).logits
+        cases.append(Case(ids, mask, prompt, logits))
     written = min(GREEDY_TOKENS, context - cases[-1].prompt)
     return [*cases, continuation(model, cases[-1], written)]
 
 
-def feed(model: Any, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    given = {"input_ids": ids, "attention_mask": mask}
-    return {**given, "position_ids": positions_of(mask)} if takes_positions else given
+def takes_positions(model: Any) -> bool:
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def positions_of(mask: Tensor) -> Tensor:
@@ -242,8 +242,7 @@ def continuation(model: Any, case: Case, count: int) -> Case:
 
 def check(file: Path, cases: Sequence[Case], cached: bool) -> float:
     """The largest difference to torch's logits, as a part of the largest logit; too large a one is Unfit."""
-    import onnxruntime
-
+    onnxruntime: Any = importlib.import_module("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     largest = 0.0
