@@ -13,7 +13,7 @@ from compressor.llamas import LLAMA_TYPES
 from compressor.metadata import carry_over, is_repo_id, list_problems
 from compressor.origins import is_hub_id
 from compressor.reporting import name_replacement, task_row, text_row
-from compressor.scores import list_scores, name_text, plain, texts_of, words_of
+from compressor.scores import harmless, list_scores, name_text, plain, texts_of, words_of
 from compressor.text import UNNAMED
 
 PICTURE = "figures/depth.png"
@@ -47,7 +47,7 @@ def metadata(report: Record) -> ModelCardData:
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=[*TAGS, *([str(source["model_type"])] if is_repo_id(source.get("model_type")) else [])],
-        model_name=f"{title(source)}-compressed" if scores else None,
+        model_name=harmless(f"{title(source)}-compressed") if scores else None,
         eval_results=scores or None,
         **carry_over(source.get("card") or {}),
     )

@@ -73,7 +73,7 @@ def carry_over(values: Mapping[str, Any]) -> dict[str, Any]:
 def matching(value: Any, pattern: re.Pattern[str]) -> list[str]:
     """The words of a value, which may be one or a list, that the Hub would take."""
     words = value if isinstance(value, list) else [value]
-    words = ["no" if word is False else word for word in words[:MOST]]  # Norwegian, to older YAML
+    words = ["no" if word is False and pattern is LANGUAGE else word for word in words[:MOST]]  # older YAML's Norwegian
     return list(dict.fromkeys(word for word in words if fits(word, pattern)))
 
 
@@ -98,7 +98,7 @@ def objections(data: Any) -> Iterator[str]:
     for key, pattern in (("license", LICENSE), ("language", LANGUAGE), ("datasets", DATASET)):
         value = data.get(key)
         for word in value if isinstance(value, list) else [] if value is None else [value]:
-            if not fits(word, pattern) and word is not False:
+            if not matching([word], pattern):
                 yield f"{key} is {word!r}"
     bases = data.get("base_model")
     for base in bases if isinstance(bases, list) else [bases]:

@@ -31,12 +31,12 @@ def list_scores(report: Record) -> list[EvalResult]:
         # huggingface_hub takes two data sets of one type and one configuration for the same.
         kind, config = dataset["dataset_type"], dataset.get("dataset_config")
         number = next(n for n in range(1, len(taken) + 2) if (kind, numbered(config, n)) not in taken)
-        dataset["dataset_config"] = numbered(config, number)
+        dataset |= {"dataset_config": numbered(config, number), "dataset_name": harmless(dataset["dataset_name"])}
         taken.add((kind, dataset["dataset_config"]))
         for metric, value, name in metrics:
             if isinstance(value, (int, float)) and math.isfinite(value):
                 found.append(
-                    EvalResult(task_type=TASK, metric_type=metric, metric_value=value, metric_name=name, **dataset)
+                    EvalResult(TASK, metric_type=metric, metric_value=value, metric_name=harmless(name), **dataset)
                 )
     return found
 
@@ -127,6 +127,11 @@ def name_text(word: str) -> str:
 def plain(text: str) -> str:
     """A name in one line that can be written, and ends, and is not empty."""
     return shorten(" ".join(visible(str(text)).split()), 120) or "–"
+
+
+def harmless(text: str) -> str:
+    """A name for metadata, where nothing can be escaped; some viewers show that part as Markdown, too."""
+    return text.translate(str.maketrans("<>[]`", "‹›()'"))
 
 
 def slug(text: str) -> str:
