@@ -723,7 +723,7 @@ def test_hostile_names_through_the_command(
     assert cases(tmp_path / "junit.xml") == {"perplexity text": True, 'task a<b>&"|\ufffdx': True}
     rows = table_rows(tmp_path / "summary.md")
     assert [len(row) for row in rows] == [5] * len(rows)
-    assert rows[-1][0] == 'task a\\<b\\>&"\\|\u2401x'
+    assert rows[-1][0] == 'task a\\<b\\>\\&"\\|\u2401x'
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "a<b>" not in html
     assert "<i>" not in html
