@@ -46,7 +46,7 @@ def write_gguf(llama: Llama, tokenizer: Any, file: Path, dtype: str, name: str) 
 
     refuse_activation(llama)
     writer = gguf.GGUFWriter(file, "deci")
-    writer.add_name(name)
+    writer.add_name(name_for(name, tokenizer))
     kinds = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
     writer.add_file_type(gguf.LlamaFileType[kinds[dtype]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -62,6 +62,12 @@ def write_gguf(llama: Llama, tokenizer: Any, file: Path, dtype: str, name: str) 
     for _, tensor, kind in tensors:  # one after the other: the file is never in memory as a whole
         writer.write_tensor_data(gguf.quants.quantize(tensor.float().contiguous().numpy(), kind))
     writer.close()
+
+
+def name_for(name: str, tokenizer: Any) -> str:
+    """The model's name. One that sounds like Phi-3 makes llama.cpp look for tokens of Phi-3, and stop without them."""
+    sounds = any(sound in name.lower() for sound in ("phi-3", "phi3"))
+    return "compressed" if sounds and {"<unk>", "<s>", "<|endoftext|>"} - set(tokenizer.get_vocab()) else name
 
 
 def add_shape(writer: GGUFWriter, model: Any) -> None:

@@ -27,6 +27,7 @@ STAMP = re.compile(r"^[\d.]+ E +")  # of a line that llama.cpp logs as an error
 ABORT = re.compile(r"GGML_ASSERT|GGML_ABORT|fatal error")
 LOUD = 1e6  # a bias that makes a token the most likely one, whatever the model says
 NOTHING = -1e38  # less is how llama.cpp says the logarithm of zero
+LOWEST = -1e38  # llama.cpp says log 0 as the lowest float
 PATIENCE = 10.0  # seconds for an orderly end
 ERRORS_ONLY = 1  # of llama.cpp's log
 
@@ -147,20 +148,25 @@ class Runner:
         makes it take the one that is asked for. Each step computes one token, for the prefix is in the cache.
         """
         self.require_room(len(ids) + 1)
-        found = []
-        for i in range(1, len(ids)):
-            answer = self.complete(ids[:i], 1, n_probs=1, logit_bias=[[ids[i], LOUD]], cache_prompt=True)
-            (taken,) = answer["completion_probabilities"]
-            assert taken["id"] == ids[i]
-            found.append(
-                taken["logprob"] if taken["logprob"] > -1e38 else -math.inf
-            )  # it says log 0 as the lowest float
-        return found
+        return [self.log_probability(ids[:i], ids[i]) for i in range(1, len(ids))]
+
+    def log_probability(self, prefix: Sequence[int], token: int) -> float:
+        answer = self.complete(prefix, 1, n_probs=1, logit_bias=[[token, LOUD]], cache_prompt=True)
+        entries = answer.get("completion_probabilities")
+        if not entries:  # the token is a part of a character, of which llama.cpp tells nothing: ask for them all
+            whole = self.tokenize("a")[-1]
+            wanted = {"n_probs": self.vocabulary(), "logit_bias": [[whole, LOUD]], "cache_prompt": True}
+            entries = self.complete(prefix, 1, **wanted)["completion_probabilities"][0]["top_logprobs"]
+        (found,) = (entry["logprob"] for entry in entries if entry["id"] == token)
+        return found if found > LOWEST else -math.inf
+
+    def vocabulary(self) -> int:
+        return int(self.post("/v1/models", {})["data"][0]["meta"]["n_vocab"])
 
     def speed(self, prompt_tokens: int, new_tokens: int) -> Speed:
         """The time of one prompt and one answer, nothing from a cache; which tokens they are makes no difference."""
         self.require_room(prompt_tokens + new_tokens)
-        vocabulary = self.post("/v1/models", {})["data"][0]["meta"]["n_vocab"]
+        vocabulary = self.vocabulary()
         ids = [7 * i % vocabulary for i in range(1, prompt_tokens + 1)]
         timings = self.complete(ids, new_tokens, ignore_eos=True)["timings"]
         return Speed(timings["prompt_per_second"], timings["predicted_per_second"])

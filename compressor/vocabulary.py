@@ -71,8 +71,11 @@ def refuse(reason: str) -> InputError:
 
 
 def read_vocabulary(data: dict[str, Any], rows: int) -> Vocabulary:
-    """Every row's token; a model may have more rows than its tokenizer has tokens, but not fewer."""
-    added = {token["id"]: token for token in data.get("added_tokens") or []}
+    """Every row's token; a model may have more rows than its tokenizer has tokens.
+
+    Added tokens beyond the last row, such as a padding that nobody trained, are left out: no model could take them.
+    """
+    added = {token["id"]: token for token in data.get("added_tokens") or [] if token["id"] < rows}
     pieces = data["model"]["vocab"]
     texts = {id: text for text, id in pieces.items()} if isinstance(pieces, dict) else {}
     for id, token in added.items():

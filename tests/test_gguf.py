@@ -164,8 +164,9 @@ def test_a_file_that_llamacpp_reads_otherwise_is_not_kept(
 
 def test_without_llamacpp_it_says_so(compress: Compress, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     save(tmp_path / "small", "llama")
-    monkeypatch.setattr("compressor.llamacpp.available", lambda: False)
-    done = compress("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "model.gguf")
+    with monkeypatch.context() as patching:
+        patching.setattr("compressor.llamacpp.available", lambda: False)
+        done = compress("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "model.gguf")
     assert done.code == 0, done.err
     assert "not run in llama.cpp: pip install xllamacpp" in done.err
     check_in_llamacpp(compressed("llama"), tmp_path / "model.gguf")
