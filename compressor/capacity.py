@@ -72,14 +72,19 @@ def droppable(file: Path, name: str) -> int:
         return 0
 
 
+class ShortMemory(InputError):
+    """A model that memory does not hold; `shortage` says it without what to do."""
+
+    def __init__(self, shortage: str) -> None:
+        super().__init__(f"{shortage}; add --low-memory, which reads each layer from disk when it runs")
+        self.shortage = shortage
+
+
 def require_memory(what: str, needed: int) -> None:
     """Refuse what cannot be had before the work starts."""
     free = available_memory()
     if needed > free:
-        raise InputError(
-            f"{what} takes {amount(needed)} of memory, and {amount(free)} can be had; add --low-memory, which reads "
-            "each layer from disk when it runs"
-        )
+        raise ShortMemory(f"{what} takes {amount(needed)} of memory, and {amount(free)} can be had")
 
 
 def require_precision(dtype: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compressor import decilm, gguf_files, llamacpp
-from compressor.capacity import amount, require_disk
+from compressor.capacity import ShortMemory, amount, require_disk
 from compressor.checking import read_record
 from compressor.checkpoint import count_parameters, write_checkpoint
 from compressor.directories import reserved, reserved_file, whole_directory, whole_file
@@ -79,8 +79,11 @@ def export(order: Order, progress: Progress) -> dict[str, Any]:
     if order.dtype not in (None, *dtypes):
         raise InputError(f"--dtype {order.dtype} is not for --to {order.to}; use {', '.join(dtypes)}")
     with reserve(order, progress) as target:
-        with quiet():
-            model, tokenizer = load(order.model, device="cpu", dtype="float32", allow_compressed=True)
+        try:
+            with quiet():
+                model, tokenizer = load(order.model, device="cpu", dtype="float32", allow_compressed=True)
+        except ShortMemory as error:
+            raise InputError(f"{error.shortage}; export it where there is more") from error
         if not replacements(model):
             raise InputError(f"{order.model} is not a compressed checkpoint; give a directory that compress wrote")
         with quiet():
@@ -132,9 +135,11 @@ def to_gguf(job: Export, target: Path) -> dict[str, Any]:
     limits = windowed(job, llama.window) | {"context": gguf_files.context_of(llama.model.config)}
     with whole_file(target) as file:
         with explaining(job):
-            gguf_files.write_gguf(llama, job.tokenizer, file, job.dtype, Path(job.order.model).name)
+            notes = gguf_files.write_gguf(llama, job.tokenizer, file, job.dtype, Path(job.order.model).name)
+        for note in notes:
+            job.progress.say(f"note: {note}")
         checked = check_in_llamacpp(job, file)
-    found = {"architecture": "deci", "neurons": block_widths(llama.model), "needed": llama.widths}
+    found = {"architecture": "deci", "neurons": block_widths(llama.model), "needed": llama.widths, "notes": notes}
     return describe(job, parameters, **found, **limits, checked=checked)
 
 

@@ -40,8 +40,8 @@ def refuse_activation(llama: Llama) -> None:
         raise InputError(f"the gate of its blocks is a {llama.layout.activation}, and llama.cpp's `deci` has only silu")
 
 
-def write_gguf(llama: Llama, tokenizer: Any, file: Path, dtype: str, name: str) -> None:
-    """Write the file; its blocks keep the widths they have in the model."""
+def write_gguf(llama: Llama, tokenizer: Any, file: Path, dtype: str, name: str) -> list[str]:
+    """Write the file; its blocks keep the widths they have in the model. Returns what a user should know of it."""
     import gguf
 
     refuse_activation(llama)
@@ -51,7 +51,7 @@ def write_gguf(llama: Llama, tokenizer: Any, file: Path, dtype: str, name: str) 
     writer.add_file_type(gguf.LlamaFileType[kinds[dtype]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_shape(writer, llama.model)
-    add_vocabulary(writer, tokenizer, llama.model.config.vocab_size, llama.model.generation_config)
+    notes = add_vocabulary(writer, tokenizer, llama.model.config.vocab_size, llama.model.generation_config)
     tensors = [(name, tensor, kind_of(tensor, dtype)) for name, tensor in named_tensors(llama.model)]
     for name, tensor, kind in tensors:
         block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -62,6 +62,7 @@ def write_gguf(llama: Llama, tokenizer: Any, file: Path, dtype: str, name: str) 
     for _, tensor, kind in tensors:  # one after the other: the file is never in memory as a whole
         writer.write_tensor_data(gguf.quants.quantize(tensor.float().contiguous().numpy(), kind))
     writer.close()
+    return notes
 
 
 def name_for(name: str, tokenizer: Any) -> str:

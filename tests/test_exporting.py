@@ -180,6 +180,16 @@ def test_no_disk_is_refused_first(refused: Refused, monkeypatch: pytest.MonkeyPa
         assert "needs 16 MB of disk" in line
 
 
+def test_too_little_memory_names_no_option_that_is_not_there(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save(tmp_path / "small", "llama")
+    monkeypatch.setattr("compressor.capacity.available_memory", lambda: 1000)
+    line = refused("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "out")
+    assert "export it where there is more" in line
+    assert "--low-memory" not in line
+
+
 def test_a_disk_that_fills_up_leaves_nothing(refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -20,8 +20,9 @@ def test_every_module_stands_in_the_tree_and_no_other() -> None:
 
 
 def test_every_command_and_option_exists(compress: Compress) -> None:
-    commands = set(re.findall(r"^compress (profile|plan|apply|check|info)", README, re.MULTILINE))
-    assert commands == {"profile", "plan", "apply", "check", "info"}
+    known = {"profile", "plan", "apply", "check", "info", "export", "push"}
+    commands = set(re.findall(rf"^compress ({'|'.join(known)})", README, re.MULTILINE))
+    assert commands == known
     helps = "".join(compress(command, "--help").out for command in ("run", *sorted(commands)))
     for option in set(re.findall(r"`(?:compress [^`]*)?(--[a-z-]+)", README)):
         assert option in helps, option
