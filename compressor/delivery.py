@@ -75,10 +75,10 @@ def export(
     """Write a compressed checkpoint for llama.cpp, plain transformers, onnxruntime or vLLM: the same outputs."""
     if to not in TARGETS:
         raise InputError(f"--to {to} is not known; use {', '.join(TARGETS)}")
-    from compressor import exporting, hub
+    from compressor import exporting, exports, hub
     from compressor.progress import Progress
 
     hub.refuse_out_of_reach(model)
-    order = exporting.Order(model, to, out, dtype, overwrite, force)
+    order = exports.Order(model, to, out, dtype, overwrite, force)
     report = exporting.export(order, Progress(visible=True))
-    emit(report, as_json, exporting.export_lines(report), None)
+    emit(report, as_json, exports.export_lines(report), None)

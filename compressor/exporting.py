@@ -5,71 +5,42 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from compressor import decilm, gguf_files, llamacpp
-from compressor.capacity import ShortMemory, amount, require_disk
+from compressor import decilm, gguf_files
+from compressor.capacity import ShortMemory
 from compressor.checking import read_record
 from compressor.checkpoint import count_parameters, write_checkpoint
 from compressor.directories import reserved, reserved_file, whole_directory, whole_file
 from compressor.errors import InputError
+from compressor.exports import (
+    FLOATS,
+    Export,
+    Order,
+    alternatives,
+    announce,
+    check_in_llamacpp,
+    check_tokens,
+    compare,
+    describe,
+    explaining,
+    windowed,
+)
 from compressor.leaflets import leaflet
 from compressor.llamas import LLAMA_TYPES, as_llama, block_widths
 from compressor.modeling_compressor import replacements
 from compressor.models import load, quiet
 from compressor.progress import Progress
-from compressor.records import describe_tool
-from compressor.rereading import compare_logits, first_tokens, logits_of, verify_written
+from compressor.rereading import verify_written
 from compressor.saving import RECORD as COMPRESSION
 from compressor.saving import refusing_disk, write_json
-from compressor.sources import context_of, source_of
+from compressor.sources import source_of
 from compressor.stock import as_own, blank, stock_config
 
 RECORD = "export.json"
-FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in FLOATS.items()}
-TOLERANCE = 2e-3  # of a log-probability in float32: llama.cpp adds up in another order
-LONGEST = 48  # tokens of the sample
-GREEDY = 24  # tokens of a continuation that are compared
-SAMPLE = (
-    "The harbour was quiet that morning: 12 boats, two of them newly painted, lay at the quay, and the captain's "
-    'daughter counted them aloud. "It\'s early," she said; nobody answered.\n\nLater, at 7.45, the wind came up.'
-)
-
-
-@dataclass(frozen=True)
-class Order:
-    """What was asked for."""
-
-    model: str
-    to: str
-    out: str
-    dtype: str | None = None
-    overwrite: bool = False
-    force: bool = False
-
-
-@dataclass(frozen=True)
-class Export:
-    """A compressed model on its way out; `dtype` is what its weights are stored as."""
-
-    order: Order
-    model: Any
-    tokenizer: Any
-    dtype: str
-    sizes: dict[str, int]  # parameters of the source and of the compressed model
-    progress: Progress
-
-    @property
-    def stored(self) -> torch.dtype:
-        """The precision that folded blocks are made for; vectors in a GGUF are float32 whatever the matrices are."""
-        return torch.float32 if self.order.to == "gguf" else FLOATS[self.dtype]
 
 
 def export(order: Order, progress: Progress) -> dict[str, Any]:
@@ -93,18 +64,6 @@ def export(order: Order, progress: Progress) -> dict[str, Any]:
             report = write(job, target)
     size = sum(file.stat().st_size for file in [target, *target.rglob("*")] if file.is_file())
     return {**report, "out": str(target), "bytes": size, "seconds": time.perf_counter() - began}
-
-
-def describe(job: Export, parameters: int, **found: Any) -> dict[str, Any]:
-    """The record of an export: export.json in a directory, and what `--json` prints."""
-    return {
-        **describe_tool(),
-        "to": job.order.to,
-        "family": job.model.config.model_type,
-        "dtype": job.dtype,
-        "parameters": {**job.sizes, "exported": parameters},
-        **found,
-    }
 
 
 @contextmanager
@@ -222,117 +181,3 @@ TARGETS: dict[str, tuple[Callable[[Export, Path], dict[str, Any]], tuple[str, ..
     "onnx": (to_onnx, ("f32",)),
     "vllm": (to_vllm, tuple(FLOATS)),
 }
-
-
-@contextmanager
-def explaining(job: Export) -> Iterator[None]:
-    """What cannot be written says what can."""
-    try:
-        yield
-    except InputError as error:
-        what = f"{job.order.model} cannot be written as {job.order.to}"
-        raise InputError(f"{what}: {error}; {alternatives(job)}") from error
-
-
-def alternatives(job: Export) -> str:
-    llama = job.model.config.model_type in LLAMA_TYPES
-    ways = "--to onnx" if job.order.to == "hf-dense" else "--to hf-dense or --to onnx"
-    if job.order.to == "hf-dense" and llama:
-        ways = "--to gguf, which keeps a width for every block, or --to onnx"
-    return f"try {ways}, or load the checkpoint itself in transformers"
-
-
-def announce(job: Export, form: str, parameters: int, target: Path) -> int:
-    """Say what is left of the saving, and what it takes, before anything is written."""
-    source, compressed = job.sizes["source"], job.sizes["compressed"]
-    job.progress.say(
-        f"source {source:,} parameters; compressed {compressed:,} ({compressed / source - 1:+.2%}); "
-        f"{form} {parameters:,} ({parameters / source - 1:+.2%})"
-    )
-    if parameters >= source:
-        job.progress.say("warning: nothing of the saving is left in this form")
-    size = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}[job.dtype]
-    needed = int(parameters * size) + (16 << 20)  # and the tokenizer
-    job.progress.say(require_disk("the export", needed, target, "name another --out"))
-    return parameters
-
-
-def windowed(job: Export, window: int | None) -> dict[str, Any]:
-    """The source looks back only so far; what is written does not forget, so its context ends there."""
-    if window is None:
-        return {}
-    job.progress.say(f"note: the source looks back {window:,} tokens; the export's context is cut to that")
-    return {"window": window}
-
-
-def check_tokens(job: Export) -> Tensor:
-    """The sample text as the model's tokens, or the first tokens where it has too few."""
-    length = min(LONGEST, (context_of(job.model) or LONGEST) // 2)
-    tokens = torch.tensor([job.tokenizer(SAMPLE)["input_ids"][:length]])
-    return tokens if tokens.shape[1] > 1 else first_tokens(job.model)
-
-
-def compare(job: Export, other: Any) -> float:
-    """The folded model must compute what the compressed one computes, in float32, before it is written."""
-    return compare_logits(job.model, other, check_tokens(job), job.stored)
-
-
-def check_in_llamacpp(job: Export, file: Path) -> dict[str, Any]:
-    """Run the file in llama.cpp, where it is installed: the same tokens for the text, the same probabilities for them.
-
-    Only float32 can be held to a tolerance; what the other types change is measured and said.
-    """
-    if not llamacpp.available():
-        job.progress.say("not run in llama.cpp: pip install xllamacpp, and an export is run there before you see it")
-        return {"runtime": None}
-    tokens = check_tokens(job)
-    ids = tokens[0].tolist()
-    log_probabilities = logits_of(job.model, tokens)[0].log_softmax(-1)
-    expected = log_probabilities[:-1].gather(-1, tokens[0, 1:, None])[:, 0]
-    count = min(GREEDY, len(ids))
-    with quiet(), torch.no_grad():
-        wanted = job.model.generate(tokens, max_new_tokens=count, min_new_tokens=count, do_sample=False)[0, len(ids) :]
-    with llamacpp.Runner(file) as run:
-        same = run.tokenize(SAMPLE) == job.tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
-        found = torch.tensor(run.log_probabilities(ids), dtype=torch.float64)
-        continued = run.greedy(ids, count)
-    off = (found - expected).abs().max().item()
-    if not same:
-        raise InputError(
-            "llama.cpp reads the sample text as other tokens than transformers; nothing was kept: report it"
-        )
-    if job.dtype == "f32" and not off <= TOLERANCE:
-        raise InputError(
-            f"in llama.cpp a log-probability is off by {off:.3g}, more than {TOLERANCE}; nothing was kept: report it"
-        )
-    agreeing = sum(one == other for one, other in zip(continued, wanted.tolist(), strict=False))
-    return {
-        "runtime": f"llama.cpp (xllamacpp {version('xllamacpp')})",
-        "tokens": len(ids),
-        "log_probability_off": off,
-        "perplexity_ratio": (expected.mean() - found.mean()).exp().item(),
-        "greedy_equal": agreeing,
-        "greedy": count,
-    }
-
-
-def export_lines(report: dict[str, Any]) -> list[str]:
-    """What a user wants to know of an export."""
-    parameters = report["parameters"]
-    shrunk = parameters["exported"] / parameters["source"] - 1
-    lines = [
-        f"{report['out']}: {amount(report['bytes'])}, {report['dtype']}, {parameters['exported']:,} parameters "
-        f"({shrunk:+.2%} of the source's; compressed {parameters['compressed'] / parameters['source'] - 1:+.2%})"
-    ]
-    checked = report["checked"]
-    if "log_probability_off" in checked:
-        lines.append(
-            f"checked in {checked['runtime']}: {checked['greedy_equal']} of {checked['greedy']} greedy tokens equal, "
-            f"log-probabilities off by at most {checked['log_probability_off']:.2g} on {checked['tokens']} tokens, "
-            f"perplexity {checked['perplexity_ratio'] - 1:+.3%}"
-        )
-    elif checked["runtime"]:
-        lines.append(f"checked in {checked['runtime']}: logits off by {checked['logits_off']:.1g} of the largest")
-    if "context" in report:
-        lines.append(f"context {report['context']:,} tokens; run it: llama-cli -m {report['out']}")
-    return lines

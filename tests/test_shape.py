@@ -101,6 +101,7 @@ ORDER = [
     "parcels",
     "pushing",
     "leaflets",
+    "exports",
     "exporting",
     "options",
     "terminal",
