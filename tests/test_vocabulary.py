@@ -70,7 +70,7 @@ def learn() -> dict[str, Any]:
     choice = random.Random(0)
     known = [c for c in map(chr, range(0x3000)) if unicodedata.category(c) not in ("Cs", "Cn", "Co")]
     pool = NASTY * 3 + choice.sample(known, 60)
-    texts = ["".join(choice.choices(pool, k=20)) for _ in range(4000)]
+    texts = ["".join(choice.choices(pool, k=20)) for _ in range(4000)] + ["!\n", "!\n\n", ".\r\n", "-/\n"] * 50
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
