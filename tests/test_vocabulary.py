@@ -55,6 +55,7 @@ TEXTS = [
     f"a{OWN}b <s> c</s>",
     "<|end|>\n\n<|end|>",
 ]
+TEXTS += ["Hi!\n\nyes.\r\n", "a \n \n\n b", "\n\n\n", " \r\n", "-/\n/", "12\n3"]  # where the ways to cut differ
 # The long s is an s to a regular expression that ignores case, but not to llama.cpp.
 LETTERS = st.characters(exclude_categories=["Cs", "Cn", "Co"], exclude_characters="ſ")
 WORDS = st.lists(st.sampled_from([*NASTY, *SPECIAL, OWN]) | LETTERS, max_size=25).map("".join)
