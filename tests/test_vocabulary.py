@@ -55,6 +55,7 @@ TEXTS = [
     f"a{OWN}b <s> c</s>",
     "<|end|>\n\n<|end|>",
 ]
+TEXTS += ["Hi!\n\nyes.\r\n", "a \n \n\n b", "\n\n\n", " \r\n", "-/\n/", "12\n3"]  # where the ways to cut differ
 # The long s is an s to a regular expression that ignores case, but not to llama.cpp.
 LETTERS = st.characters(exclude_categories=["Cs", "Cn", "Co"], exclude_characters="ſ")
 WORDS = st.lists(st.sampled_from([*NASTY, *SPECIAL, OWN]) | LETTERS, max_size=25).map("".join)
@@ -70,7 +71,7 @@ def learn() -> dict[str, Any]:
     choice = random.Random(0)
     known = [c for c in map(chr, range(0x3000)) if unicodedata.category(c) not in ("Cs", "Cn", "Co")]
     pool = NASTY * 3 + choice.sample(known, 60)
-    texts = ["".join(choice.choices(pool, k=20)) for _ in range(4000)]
+    texts = ["".join(choice.choices(pool, k=20)) for _ in range(4000)] + ["!\n", "!\n\n", ".\r\n", "-/\n"] * 50
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
