@@ -259,11 +259,16 @@ def add_special_tokens(
     before, after = (full, []) if start is None else (full[:start], full[start + len(bare) :])
     if start is None or not bare or len(before) > 1 or len(after) > 1:
         raise refuse(f"llama.cpp puts at most one token before and after a text; this tokenizer makes {full} of {bare}")
-    ends = list_ends(tokenizer, generation_config)
-    first = before[0] if before else tokenizer.bos_token_id
+    rows = range(len(vocabulary.tokens))  # a padding that nobody trained may lie beyond them
+    if any(id not in rows for id in (*before, *after)):
+        raise refuse(f"the tokenizer puts {full} around a text, and the model only has {len(rows)} rows of embeddings")
+    ends = [id for id in list_ends(tokenizer, generation_config) if id in rows]
+    own = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "pad", "unk")}
+    begin, pad, unknown = (id if id in rows else None for id in own.values())
+    first = before[0] if before else begin
     end = after[0] if after else next(iter(ends), None)
     if end is None:
-        end = next((id for id in (tokenizer.pad_token_id, first, tokenizer.unk_token_id) if id is not None), None)
+        end = next((id for id in (pad, first, unknown) if id is not None), None)
         if end is None:
             raise refuse("the tokenizer has no token for the end of a text, for which llama.cpp would take another")
         vocabulary.notes.append(
@@ -281,8 +286,8 @@ def add_special_tokens(
         "eos": end,
         "eot": more[0] if more else None,
         "eom": more[1] if len(more) > 1 else None,
-        "pad": tokenizer.pad_token_id,
-        "unk": tokenizer.unk_token_id,
+        "pad": pad,
+        "unk": unknown,
     }
     for name, id in ids.items():
         if id is not None:

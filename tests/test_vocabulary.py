@@ -220,8 +220,12 @@ def test_rows_without_a_token_are_filled_up(tmp_path: Path) -> None:
     assert types[tokenizer.eos_token_id] == gguf.TokenType.CONTROL
     assert types[tokenizer.convert_tokens_to_ids(OWN)] == gguf.TokenType.USER_DEFINED
     write(tmp_path / "full.gguf", tokenizer, len(tokenizer))
+    tokenizer.add_special_tokens({"pad_token": "<padding>"})  # that nobody trained: left out
+    write(tmp_path / "beyond.gguf", tokenizer, len(tokenizer) - 1)
+    assert "<padding>" not in read(tmp_path / "beyond.gguf", "ggml.tokens")
+    assert "tokenizer.ggml.padding_token_id" not in gguf.GGUFReader(tmp_path / "beyond.gguf").fields
     with pytest.raises(InputError, match="rows of embeddings"):
-        write(tmp_path / "few.gguf", tokenizer, len(tokenizer) - 1)
+        write(tmp_path / "few.gguf", tokenizer, 200)
 
 
 def test_types_of_pieces(tmp_path: Path) -> None:
