@@ -191,7 +191,7 @@ class Branching(nn.Module):
 def test_a_graph_that_would_be_wrong_on_long_texts_is_refused(tmp_path: Path) -> None:
     model = compressed("gpt2", HYBRID, n_layer=1)
     model.transformer.ln_f = Branching(model.transformer.ln_f)
-    with pytest.raises(Unfit, match="^it computes otherwise beyond 20 tokens"):
+    with pytest.raises(Unfit, match=r"^it computes otherwise beyond 20 tokens"):
         export(model, tmp_path / FILE, cached=False, single_file=0)
     assert tree(tmp_path) == {}
 
