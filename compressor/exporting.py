@@ -32,6 +32,7 @@ from compressor.leaflets import leaflet
 from compressor.llamas import LLAMA_TYPES, as_llama, block_widths
 from compressor.modeling_compressor import replacements
 from compressor.models import load, quiet
+from compressor.onnx_files import require_packages, write_onnx
 from compressor.progress import Progress
 from compressor.rereading import verify_written
 from compressor.saving import RECORD as COMPRESSION
@@ -49,6 +50,8 @@ def export(order: Order, progress: Progress) -> dict[str, Any]:
     write, dtypes = TARGETS[order.to]
     if order.dtype not in (None, *dtypes):
         raise InputError(f"--dtype {order.dtype} is not for --to {order.to}; use {', '.join(dtypes)}")
+    if order.to == "onnx":
+        require_packages()
     with reserve(order, progress) as target:
         try:
             with quiet():
@@ -156,8 +159,6 @@ def to_vllm(job: Export, target: Path) -> dict[str, Any]:
 
 
 def to_onnx(job: Export, target: Path) -> dict[str, Any]:
-    from compressor.onnx_files import write_onnx
-
     parameters = announce(job, "as ONNX", job.sizes["compressed"], target)
     with whole_directory(target) as partial:
         found = write_onnx(job.model, job.tokenizer, partial, job.progress)

@@ -10,15 +10,19 @@ import pytest
 import torch
 import transformers
 from conftest import Compress, Refused, tree
+from huggingface_hub import ModelCard
 from test_stock import NOT_OWN
-from zoo import FAMILIES, FORMS, LINEAR_FORMS, LLAMA_TYPED, ONE_FORM, VOCAB, compressed, save_tiny, stored, write
+from zoo import FAMILIES, FORMS, LINEAR_FORMS, LLAMA_TYPED, ONE_FORM, VOCAB, save_tiny, stored, tiny_tokenizer, write
+from zoo import compressed as compressed_model
+
+from compressor.modeling_compressor import replacements
 
 KINDS = {"every part": FORMS, "linear": LINEAR_FORMS, "one block": ONE_FORM}
 
 
 def save(directory: Path, family: str, forms: Any = FORMS, **options: Any) -> Any:
     """Write a compressed checkpoint; return its model."""
-    model = compressed(family, forms)
+    model = compressed_model(family, forms)
     write(model, directory, **options)
     return model
 
@@ -107,6 +111,37 @@ def test_vllm_gets_a_directory_and_a_warning(compress: Compress, tmp_path: Path)
     config = json.loads((tmp_path / "deci" / "config.json").read_text())
     assert config["architectures"] == ["DeciLMForCausalLM"]
     assert (tmp_path / "deci" / "configuration_decilm.py").is_file()
+
+
+def test_onnx_gets_a_graph_a_record_and_a_card(compress: Compress, tmp_path: Path) -> None:
+    save(tmp_path / "small", "opt", ONE_FORM)
+    done = compress("export", tmp_path / "small", "--to", "onnx", "--out", tmp_path / "graph", "--json")
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    assert report["cache"] is True
+    assert report["checked"]["logits_off"] < 1e-4
+    assert report["parameters"]["exported"] == report["parameters"]["compressed"]
+    names = {path.name for path in (tmp_path / "graph").iterdir()}
+    assert names >= {"model.onnx", "config.json", "tokenizer.json", "export.json", "README.md"}
+    assert ModelCard.load(tmp_path / "graph" / "README.md").data.library_name == "onnx"
+
+
+def test_onnx_needs_its_packages(refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("compressor.onnx_files.PACKAGES", ("onnx", "no_such_package"))
+    line = refused("export", tmp_path / "nothing", "--to", "onnx", "--out", tmp_path / "graph")
+    assert "--to onnx needs no_such_package; pip install 'compressor[onnx]'" in line
+
+
+def test_the_card_carries_what_was_measured(compress: Compress, compressed: Path, tmp_path: Path) -> None:
+    done = compress("export", compressed, "--to", "hf-dense", "--out", tmp_path / "dense", "--force")
+    assert done.code == 0, done.err
+    card = ModelCard.load(tmp_path / "dense" / "README.md")
+    record = json.loads((compressed / "compression.json").read_text())
+    values = [result.metric_value for result in card.data.eval_results or []]
+    assert record["perplexity"]["compressed"] in values
+    assert 'from_pretrained("DIRECTORY")' in card.text
+    assert "trust_remote_code" not in card.text
+    assert str(compressed.parent) not in card.content
 
 
 @pytest.mark.parametrize("to", ["hf-dense", "vllm"])
@@ -200,6 +235,20 @@ def test_a_disk_that_fills_up_leaves_nothing(refused: Refused, monkeypatch: pyte
     for to in ("hf-dense", "gguf"):
         line = refused("export", tmp_path / "small", "--to", to, "--out", tmp_path / "deep" / "out")
         assert "No space left on device" in line
+
+
+@pytest.mark.parametrize("to", ["gguf", "hf-dense", "vllm"])
+def test_a_model_that_was_trained_on_and_saved_again(compress: Compress, to: str, tmp_path: Path) -> None:
+    """It has no compression.json any more: config.json says what it is."""
+    model = save(tmp_path / "small", "llama", LINEAR_FORMS)
+    assert not (tmp_path / "small" / "compression.json").exists()
+    with torch.no_grad():
+        for module in replacements(model).values():
+            module.bias.add_(0.1)
+    model.save_pretrained(tmp_path / "tuned")
+    tiny_tokenizer().save_pretrained(tmp_path / "tuned")
+    done = compress("export", tmp_path / "tuned", "--to", to, "--out", tmp_path / "out")
+    assert done.code == 0, done.err
 
 
 def test_a_form_that_computes_something_else_is_never_written(
