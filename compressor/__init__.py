@@ -6,6 +6,7 @@
     plan = compressor.plan(model, profile, text, max_dppl=1.0)
     compressor.apply(model, plan, text)
     compressor.save(model, tokenizer, "gpt2-lin")
+    compressor.export("gpt2-lin", "onnx", "gpt2-onnx")
 
 Importing the package is enough for `from_pretrained` to load compressed checkpoints; torch is imported on first use.
 """
@@ -19,24 +20,28 @@ from compressor.registration import register_when_transformers_loads
 
 if TYPE_CHECKING:
     from compressor.evaluating import evaluate
+    from compressor.exporting import export
     from compressor.forms import Form
     from compressor.measuring import measure
     from compressor.models import load
     from compressor.planning import apply, plan
+    from compressor.pushing import push
     from compressor.saving import save
     from compressor.text import load_text
 
 __version__ = "0.1.0"
-__all__ = ["Form", "__version__", "apply", "evaluate", "load", "load_text", "measure", "plan", "save"]
+__all__ = ["Form", "__version__", "apply", "evaluate", "export", "load", "load_text", "measure", "plan", "push", "save"]
 
 _HOMES = {
     "Form": "compressor.forms",
     "apply": "compressor.planning",
     "evaluate": "compressor.evaluating",
+    "export": "compressor.exporting",
     "load": "compressor.models",
     "load_text": "compressor.text",
     "measure": "compressor.measuring",
     "plan": "compressor.planning",
+    "push": "compressor.pushing",
     "save": "compressor.saving",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -79,6 +79,6 @@ def export(
     from compressor.progress import Progress
 
     hub.refuse_out_of_reach(model)
-    order = exports.Order(model, to, out, dtype, overwrite, force)
-    report = exporting.export(order, Progress(visible=True))
+    chosen: dict[str, Any] = {"dtype": dtype, "overwrite": overwrite, "force": force}
+    report = exporting.export(model, to, out, **chosen, progress=Progress(visible=True))
     emit(report, as_json, exports.export_lines(report), None)

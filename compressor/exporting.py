@@ -44,8 +44,24 @@ RECORD = "export.json"
 NAMES = {dtype: name for name, dtype in FLOATS.items()}
 
 
-def export(order: Order, progress: Progress) -> dict[str, Any]:
-    """Write a compressed checkpoint for another runtime, and return what was written."""
+def export(
+    model: str | Path,
+    to: str,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Write a compressed checkpoint for another runtime (gguf, hf-dense, onnx or vllm), and return what was written."""
+    order = Order(str(model), to, str(out), dtype, overwrite, force)
+    if to not in TARGETS:
+        raise InputError(f"--to {to} is not known; use {', '.join(TARGETS)}")
+    return carry_out(order, progress or Progress())
+
+
+def carry_out(order: Order, progress: Progress) -> dict[str, Any]:
     began = time.perf_counter()
     write, dtypes = TARGETS[order.to]
     if order.dtype not in (None, *dtypes):

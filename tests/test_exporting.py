@@ -173,6 +173,20 @@ def test_a_model_that_is_not_compressed(refused: Refused, to: str, tmp_path: Pat
     assert "is not a compressed checkpoint" in line
 
 
+def test_from_python(tmp_path: Path) -> None:
+    import compressor
+    from compressor.delivery import TARGETS as OFFERED
+    from compressor.errors import InputError
+    from compressor.exporting import TARGETS
+
+    save(tmp_path / "small", "llama", LINEAR_FORMS)
+    report = compressor.export(tmp_path / "small", "hf-dense", tmp_path / "dense")
+    assert report["architecture"] == "llama"
+    assert tuple(TARGETS) == OFFERED
+    with pytest.raises(InputError, match="--to tflite is not known"):
+        compressor.export(tmp_path / "small", "tflite", tmp_path / "lite")
+
+
 def test_what_is_not_there_or_not_known(refused: Refused, tmp_path: Path) -> None:
     save(tmp_path / "small", "llama")
     out = ["--out", tmp_path / "out"]

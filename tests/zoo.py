@@ -123,6 +123,8 @@ GRANITE = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 16, "rope_theta": 500000.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [2.0, 3.0, 4.0, 6.0]}
+LONGROPE |= {"original_max_position_embeddings": 48, "rope_theta": 10000.0}
 HEADS = {**USUAL, "head_dim": 16}  # heads that are together wider than the model
 LLAMAS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     name: (family, settings, "model.layers", "mlp")
@@ -141,6 +143,11 @@ LLAMAS: dict[str, tuple[str, dict[str, Any], str, str]] = {
         ),
         "llama-llama3": ("llama", {**USUAL, "rope_parameters": LLAMA3}),
         "llama-yarn": ("llama", {**USUAL, "rope_parameters": YARN}),
+        "llama-dynamic": (
+            "llama",
+            {**USUAL, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        ),
+        "phi3-longrope": ("phi3", {**USUAL, "rope_parameters": LONGROPE, "original_max_position_embeddings": 48}),
         "ministral": ("ministral", HEADS),
         "seed_oss": ("seed_oss", HEADS),
     }.items()
