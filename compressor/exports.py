@@ -141,10 +141,13 @@ def check_in_llamacpp(job: Export, file: Path) -> dict[str, Any]:
     count = min(GREEDY, len(ids))
     with quiet(), torch.no_grad():
         wanted = job.model.generate(tokens, max_new_tokens=count, min_new_tokens=count, do_sample=False)[0, len(ids) :]
-    with llamacpp.Runner(file) as run:
-        same = run.tokenize(SAMPLE) == job.tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
-        found = torch.tensor(run.log_probabilities(ids), dtype=torch.float64)
-        continued = run.greedy(ids, count)
+    try:
+        with llamacpp.Runner(file) as run:
+            same = run.tokenize(SAMPLE) == job.tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
+            found = torch.tensor(run.log_probabilities(ids), dtype=torch.float64)
+            continued = run.greedy(ids, count)
+    except InputError as error:
+        raise InputError(f"{error}; where xllamacpp itself does not run, uninstall it: then nothing is run") from error
     off = (found - expected).abs().max().item()
     if not same:
         raise InputError(
