@@ -115,7 +115,7 @@ def main() -> None:
         for dtype in args.dtype or ["f32"]:
             files = [Path(folder, f"{i}-{dtype}.gguf") for i in range(2)]
             for file, (model, tokenizer) in zip(files, models, strict=True):
-                llama = as_llama(model, torch.float32, multiple=MULTIPLE, kept=True)
+                llama = as_llama(model, multiple=MULTIPLE, kept=True)
                 write_gguf(llama, tokenizer, file, dtype, file.stem)
             with Runner(files[0], usual) as original, Runner(files[1], usual) as small:
                 clocks = [partial(time_llamacpp, run, args.prompt, args.new) for run in (original, small)]

@@ -26,6 +26,7 @@ from compressor.exports import (
     compare,
     describe,
     explaining,
+    require_room,
     windowed,
 )
 from compressor.leaflets import leaflet
@@ -98,7 +99,7 @@ def reserve(order: Order, progress: Progress) -> Iterator[Path]:
 
 def pick_dtype(order: Order, model: Any, dtypes: tuple[str, ...]) -> str:
     """The checkpoint's own precision, if it is not said; plain blocks as linear maps need float32 to be exact."""
-    own = NAMES[source_of(model).dtype]
+    own = NAMES.get(source_of(model).dtype, "f32")
     if order.dtype is None and order.to == "hf-dense" and model.config.model_type not in LLAMA_TYPES:
         own = "f32"
     return order.dtype or (own if own in dtypes else dtypes[0])
@@ -106,10 +107,11 @@ def pick_dtype(order: Order, model: Any, dtypes: tuple[str, ...]) -> str:
 
 def to_gguf(job: Export, target: Path) -> dict[str, Any]:
     with explaining(job):
-        llama = as_llama(job.model, job.stored, multiple=gguf_files.MULTIPLE, kept=True)
+        llama = as_llama(job.model, multiple=gguf_files.MULTIPLE, kept=True)
         gguf_files.refuse_activation(llama)
     compare(job, llama.model)
-    parameters = announce(job, "as GGUF", count_parameters(llama.model), target)
+    parameters = announce(job, "as GGUF", count_parameters(llama.model))
+    require_room(job, parameters, target)
     limits = windowed(job, llama.window) | {"context": gguf_files.context_of(llama.model.config)}
     with whole_file(target) as file:
         with explaining(job):
@@ -124,7 +126,8 @@ def to_gguf(job: Export, target: Path) -> dict[str, Any]:
 def to_dense(job: Export, target: Path) -> dict[str, Any]:
     with explaining(job):
         stock, needed, window = as_dense(job)
-    width, family, parameters = max(needed), stock.config.model_type, count_parameters(stock)
+    width, family = max(needed), stock.config.model_type
+    parameters = announce(job, f"as a stock {family}", count_parameters(stock))
     source, saving = job.sizes["source"], job.sizes["source"] - job.sizes["compressed"]
     padding = (parameters - job.sizes["compressed"]) / max(1, saving)
     widest = f"block {needed.index(width)} needs {width:,} neurons"
@@ -134,8 +137,8 @@ def to_dense(job: Export, target: Path) -> dict[str, Any]:
             f"as a stock {family} nothing of the saving is left ({parameters:,} parameters, the source {source:,}): "
             f"all blocks have one width, and {widest}; {alternatives(job)}, or add --force"
         )
-    announce(job, f"as a stock {family}", parameters, target)
     compare(job, stock)
+    require_room(job, parameters, target)
     with whole_directory(target) as partial:
         with quiet():
             write_checkpoint(stock, job.tokenizer, partial, dtype=FLOATS[job.dtype])
@@ -150,19 +153,20 @@ def to_dense(job: Export, target: Path) -> dict[str, Any]:
 def as_dense(job: Export) -> tuple[Any, list[int], int | None]:
     """The stock model, what its blocks need, and how far back it may look. Its own architecture, or else a Llama."""
     try:
-        return *as_own(job.model, job.stored), None
+        return *as_own(job.model), None
     except InputError:
         if job.model.config.model_type not in LLAMA_TYPES:
             raise
-    llama = as_llama(job.model, job.stored, uniform=True)
+    llama = as_llama(job.model, uniform=True)
     return llama.model, llama.widths, llama.window
 
 
 def to_vllm(job: Export, target: Path) -> dict[str, Any]:
     with explaining(job):
-        llama = as_llama(job.model, job.stored, multiple=decilm.MULTIPLE)
+        llama = as_llama(job.model, multiple=decilm.MULTIPLE)
     off = compare(job, llama.model)
-    parameters = announce(job, "with widths in steps of 256", count_parameters(llama.model), target)
+    parameters = announce(job, "with widths in steps of 256", count_parameters(llama.model))
+    require_room(job, parameters, target)
     job.progress.say("note: this was written after vLLM's source and has not been run in vLLM")
     with whole_directory(target) as partial:
         with quiet():
@@ -175,7 +179,8 @@ def to_vllm(job: Export, target: Path) -> dict[str, Any]:
 
 
 def to_onnx(job: Export, target: Path) -> dict[str, Any]:
-    parameters = announce(job, "as ONNX", job.sizes["compressed"], target)
+    parameters = announce(job, "as ONNX", job.sizes["compressed"])
+    require_room(job, parameters, target)
     with whole_directory(target) as partial:
         found = write_onnx(job.model, job.tokenizer, partial, job.progress)
         checked = {"runtime": f"ONNX Runtime {version('onnxruntime')}", "logits_off": found.pop("logits_off")}

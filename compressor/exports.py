@@ -55,11 +55,6 @@ class Export:
     sizes: dict[str, int]  # parameters of the source and of the compressed model
     progress: Progress
 
-    @property
-    def stored(self) -> torch.dtype:
-        """The precision that folded blocks are made for; vectors in a GGUF are float32 whatever the matrices are."""
-        return torch.float32 if self.order.to == "gguf" else FLOATS[self.dtype]
-
 
 def describe(job: Export, parameters: int, **found: Any) -> dict[str, Any]:
     """The record of an export: export.json in a directory, and what `--json` prints."""
@@ -91,8 +86,8 @@ def alternatives(job: Export) -> str:
     return f"try {ways}, or load the checkpoint itself in transformers"
 
 
-def announce(job: Export, form: str, parameters: int, target: Path) -> int:
-    """Say what is left of the saving, and what it takes, before anything is written."""
+def announce(job: Export, form: str, parameters: int) -> int:
+    """Say what is left of the saving before anything is written."""
     source, compressed = job.sizes["source"], job.sizes["compressed"]
     job.progress.say(
         f"source {source:,} parameters; compressed {compressed:,} ({compressed / source - 1:+.2%}); "
@@ -100,10 +95,13 @@ def announce(job: Export, form: str, parameters: int, target: Path) -> int:
     )
     if parameters >= source:
         job.progress.say("warning: nothing of the saving is left in this form")
+    return parameters
+
+
+def require_room(job: Export, parameters: int, target: Path) -> None:
     size = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}[job.dtype]
     needed = int(parameters * size) + (16 << 20)  # and the tokenizer
     job.progress.say(require_disk("the export", needed, target, "name another --out"))
-    return parameters
 
 
 def windowed(job: Export, window: int | None) -> dict[str, Any]:
@@ -123,7 +121,7 @@ def check_tokens(job: Export) -> Tensor:
 
 def compare(job: Export, other: Any) -> float:
     """The folded model must compute what the compressed one computes, in float32, before it is written."""
-    return compare_logits(job.model, other, check_tokens(job), job.stored)
+    return compare_logits(job.model, other, check_tokens(job), torch.float32)
 
 
 def check_in_llamacpp(job: Export, file: Path) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 with a gate outer·(act(gate x)·(inner x)) + bias.
 
 It is exact. Without a gate, act(z) − act(−z) = z for every activation of the form z·s(z) with s(z) + s(−z) = 1 (silu,
-all gelus, relu): a linear map of rank r takes 2r neurons. With a gate whose weight is zero and whose bias is the c of
-act(c) = 1, a neuron is linear: a map of rank r takes r of them.
+all gelus, relu): a linear map of rank r takes 2r neurons. A gate whose weight is zero and whose bias is large is the
+same number for every input, so the neuron is linear: a map of rank r takes r of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from compressor.errors import InputError
 from compressor.modeling_compressor import Replacement
 from compressor.neurons import Neurons
 
+# The bias of such a gate. Every activation is the same power of two there in every precision: dividing by it is exact.
+# Dividing before the gate multiplies keeps the numbers between as large as they were.
+GATE = 32.0
 GRID = torch.linspace(-8, 8, 257, dtype=torch.float64)
 
 
@@ -68,17 +71,16 @@ def neurons_needed(module: Replacement, gated: bool) -> int:
 
 
 @torch.no_grad()
-def fold(module: Replacement, activation: str, gated: bool, dtype: torch.dtype = torch.float32) -> Ordinary:
-    """The ordinary block that computes what the replacement computes; its weights will be stored as `dtype`."""
+def fold(module: Replacement, activation: str, gated: bool) -> Ordinary:
+    """The ordinary block with this activation that computes what the replacement computes."""
     refuse_other_neurons(module, activation, gated)
     rank_rows, columns = linear_part(module)
     parts: dict[str, list[Tensor]] = {"inner": [rank_rows], "outer": [columns]}
     if gated:
         parts["gate"] = [torch.zeros_like(rank_rows)]
         parts["inner_bias"] = [rank_rows.new_zeros(len(rank_rows))]
-        one, value = unit_of(activation, dtype)
-        parts["gate_bias"] = [rank_rows.new_full((len(rank_rows),), one)]
-        parts["outer"] = [columns / value]
+        parts["gate_bias"] = [rank_rows.new_full((len(rank_rows),), GATE)]
+        parts["inner"] = [rank_rows / ACT2FN[activation](torch.tensor(GATE)).item()]
     else:
         parts["inner"].append(-rank_rows)
         parts["outer"].append(-columns)
@@ -116,14 +118,3 @@ def splits(activation: str) -> bool:
     """Whether act(z) − act(−z) = z."""
     act = ACT2FN[activation]
     return torch.allclose(act(GRID) - act(-GRID), GRID, rtol=1e-12, atol=1e-12)
-
-
-def unit_of(activation: str, dtype: torch.dtype) -> tuple[float, float]:
-    """The c of this precision at which the activation is about 1, and what it is there in that precision."""
-    act: Any = ACT2FN[activation]
-    low, high = 0.0, 8.0  # every activation here grows over this range, from 0 to 8 or more
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if act(torch.tensor(middle, dtype=torch.float64)) > 1 else (middle, high)
-    one = torch.tensor(low, dtype=torch.float64).to(dtype)
-    return one.item(), act(one).item()

@@ -77,7 +77,7 @@ def refuse_other_types(model: Any) -> None:
 
 
 @torch.no_grad()
-def as_llama(model: Any, dtype: torch.dtype, *, uniform: bool = False, multiple: int = 1, kept: bool = False) -> Llama:
+def as_llama(model: Any, *, uniform: bool = False, multiple: int = 1, kept: bool = False) -> Llama:
     """A compressed model in Llama's terms. Its blocks have the widths that they need, rounded up to a multiple (but,
     with `kept`, not those that were never replaced), or all have one width."""
     refuse_other_types(model)
@@ -95,7 +95,7 @@ def as_llama(model: Any, dtype: torch.dtype, *, uniform: bool = False, multiple:
     layout = layout_of(config)
     assert layout is not None
     scale = getattr(model.config, "residual_multiplier", 1.0)
-    folded = fold_blocks(model, layout, dtype)
+    folded = fold_blocks(model, layout)
     blocks = [scaled(ffn, scale).padded(width) for ffn, width in zip(folded, widths, strict=True)]
     tensors = llama_tensors(model, config)
     llama = assemble(config, layout, tensors, blocks, dict(model.named_buffers()))

@@ -95,13 +95,13 @@ def has_replacement(model: Any, block: Block) -> bool:
     return bool(getattr(model.get_submodule(block.path), "is_compressor_replacement", False))
 
 
-def fold_blocks(model: Any, layout: Layout, dtype: torch.dtype) -> list[Ordinary]:
+def fold_blocks(model: Any, layout: Layout) -> list[Ordinary]:
     """Every block of a compressed model as an ordinary one."""
     found = []
     for block in find_blocks(model):
         if has_replacement(model, block):
             try:
-                found.append(fold(model.get_submodule(block.path), layout.activation, layout.gated, dtype))
+                found.append(fold(model.get_submodule(block.path), layout.activation, layout.gated))
             except InputError as error:
                 raise InputError(f"{block.path} cannot be an ordinary block: {error}") from error
             continue
@@ -217,12 +217,12 @@ def stock_config(model: Any) -> Any:
 
 
 @torch.no_grad()
-def as_own(model: Any, dtype: torch.dtype) -> tuple[Any, list[int]]:
+def as_own(model: Any) -> tuple[Any, list[int]]:
     """A compressed model as its stock architecture with blocks of one width, and the widths that they really need."""
     config, layout = own_layout(model)
     needed = widths_of(model, layout)
     config, layout = widened(config, layout, max(needed))
-    blocks = [ffn.padded(max(needed)) for ffn in fold_blocks(model, layout, dtype)]
+    blocks = [ffn.padded(max(needed)) for ffn in fold_blocks(model, layout)]
     stock = assemble(config, layout, model.state_dict(), blocks, dict(model.named_buffers()))
     stock.generation_config = copy.deepcopy(model.generation_config)
     return stock, needed

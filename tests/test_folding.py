@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from compressor.errors import InputError
-from compressor.folding import fold, neurons_needed, ordinary, splits, unit_of
+from compressor.folding import GATE, fold, neurons_needed, ordinary, splits
 from compressor.modeling_compressor import Replacement
 from compressor.neurons import ACTIVATIONS
 
@@ -32,7 +34,7 @@ def replacement(rank: int | None, neurons: int, activation: str, gated: bool, bi
 @pytest.mark.parametrize("activation", SPLITTING)
 def test_a_folded_block_computes_what_the_replacement_computes(kind: str, gated: bool, activation: str) -> None:
     module = replacement(*KINDS[kind], activation, gated)
-    folded = fold(module, activation, gated, torch.float64)
+    folded = fold(module, activation, gated)
     x = 3 * torch.randn(200, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     assert folded.neurons == neurons_needed(module, gated)
     torch.testing.assert_close(folded(x), module(x), rtol=1e-12, atol=1e-12)
@@ -53,20 +55,24 @@ def test_only_activations_that_split_are_said_to() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_unit_is_one_in_the_precision_that_is_stored(activation: str, dtype: torch.dtype) -> None:
-    one, value = unit_of(activation, dtype)
-    stored = torch.tensor(one, dtype=dtype)
-    assert stored.item() == one
-    assert ACT2FN[activation](stored).item() == value
-    assert value == pytest.approx(1, abs=torch.finfo(dtype).eps)
+def test_a_closed_gate_is_a_power_of_two_in_every_precision(activation: str, dtype: torch.dtype) -> None:
+    value = ACT2FN[activation](torch.tensor(GATE, dtype=dtype)).item()
+    assert value == ACT2FN[activation](torch.tensor(GATE)).item()
+    assert math.log2(value).is_integer()
+
+
+def test_a_gated_linear_map_is_exact_to_the_last_bit() -> None:
+    module = replacement(5, 0, "silu", True).float()
+    x = torch.randn(100, 16, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(fold(module, "silu", True)(x), module(x))
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_half_precision_stays_at_its_own_rounding(gated: bool) -> None:
-    """Blocks for bfloat16 are computed in bfloat16: their error is that of the rounding, not that of a wrong unit."""
+    """Blocks for bfloat16 are computed in bfloat16: their error is that of the rounding, not more."""
     module = replacement(4, 0, "silu", gated)
     x = torch.randn(500, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    folded = fold(module, "silu", gated, torch.bfloat16)
+    folded = fold(module, "silu", gated)
     rounded = type(folded)(
         folded.activation,
         **{
@@ -86,7 +92,7 @@ def test_linear_parts_need_an_activation_that_splits() -> None:
     x = torch.randn(9, 16, dtype=torch.float64)
     torch.testing.assert_close(fold(pruned, "relu2", False)(x), pruned(x))
     gated = replacement(3, 5, "relu2", True)
-    torch.testing.assert_close(fold(gated, "relu2", True, torch.float64)(x), gated(x))
+    torch.testing.assert_close(fold(gated, "relu2", True)(x), gated(x))
 
 
 @pytest.mark.parametrize(("activation", "gated"), [("gelu", False), ("silu", True)])

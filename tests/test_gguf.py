@@ -62,14 +62,14 @@ def check_in_llamacpp(model: Any, file: Path, off: float = 1e-4) -> None:
 def test_every_llama_type_in_llamacpp(family: str, forms: Any, tmp_path: Path) -> None:
     model = compressed(family, forms)
     file = tmp_path / "model.gguf"
-    write_gguf(as_llama(model, torch.float32, multiple=MULTIPLE, kept=True), tiny_tokenizer(), file, "f32", family)
+    write_gguf(as_llama(model, multiple=MULTIPLE, kept=True), tiny_tokenizer(), file, "f32", family)
     check_in_llamacpp(model, file)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_replacement_beside_blocks_that_stay(kind: str, tmp_path: Path) -> None:
     model = compressed("llama-plain", {1: KINDS[kind]})
-    llama = as_llama(model, torch.float32, multiple=MULTIPLE, kept=True)
+    llama = as_llama(model, multiple=MULTIPLE, kept=True)
     write_gguf(llama, tiny_tokenizer(), tmp_path / "model.gguf", "f32", kind)
     check_in_llamacpp(model, tmp_path / "model.gguf")
     widths = read(tmp_path / "model.gguf").get_field("deci.feed_forward_length").contents()
@@ -96,7 +96,7 @@ def test_the_weights_are_what_was_asked_for(compress: Compress, dtype: str, tmp_
 
 def zero_biases(model: Any) -> int:
     """Parameters that a LlamaForCausalLM counts and the file leaves out."""
-    llama = as_llama(model, torch.float32, multiple=MULTIPLE, kept=True).model
+    llama = as_llama(model, multiple=MULTIPLE, kept=True).model
     biases = [tensor for name, tensor in llama.named_parameters() if name.endswith("_proj.bias")]
     return sum(bias.numel() for bias in biases if not bias.any())
 
@@ -117,7 +117,7 @@ def test_vocabulary_template_and_ends_come_along(compress: Compress, tmp_path: P
 def test_what_is_stored_is_what_was_folded(tmp_path: Path) -> None:
     """Read by the gguf package, not by what wrote it."""
     model = compressed("llama", FORMS)
-    llama = as_llama(model, torch.float32, multiple=MULTIPLE, kept=True)
+    llama = as_llama(model, multiple=MULTIPLE, kept=True)
     write_gguf(llama, tiny_tokenizer(), tmp_path / "model.gguf", "f32", "t")
     tensors = {tensor.name: np.array(tensor.data) for tensor in read(tmp_path / "model.gguf").tensors}
     layer = llama.model.model.layers[1]

@@ -45,9 +45,9 @@ def test_a_family_in_its_own_architecture(family: str, forms: str) -> None:
     model = compressed(family, ALL_FORMS[forms])
     if family in NOT_OWN and (family, forms) != ("bloom", "one block"):  # whose width is the fixed one anyway
         with pytest.raises(InputError, match=NOT_OWN[family]):
-            as_own(model, torch.float32)
+            as_own(model)
         return
-    stock, needed = as_own(model, torch.float32)
+    stock, needed = as_own(model)
     assert type(stock) is type(model)
     assert not replacements(stock)
     assert difference(model, stock) < 2e-6
@@ -61,7 +61,7 @@ def test_a_family_in_its_own_architecture(family: str, forms: str) -> None:
 @pytest.mark.parametrize("uniform", [False, True])
 def test_a_llama_type_as_a_llama(family: str, forms: str, uniform: bool) -> None:
     model = compressed(family, ALL_FORMS[forms])
-    llama = as_llama(model, torch.float32, uniform=uniform, multiple=8)
+    llama = as_llama(model, uniform=uniform, multiple=8)
     assert type(llama.model).__name__ == "LlamaForCausalLM"
     assert difference(model, llama.model) < 2e-6
     widths = [layer.mlp.down_proj.weight.shape[1] for layer in llama.model.model.layers]
@@ -71,7 +71,7 @@ def test_a_llama_type_as_a_llama(family: str, forms: str, uniform: bool) -> None
 
 @pytest.mark.parametrize("family", ["llama", "granite-scaled"])
 def test_tied_weights_stay_tied(family: str) -> None:
-    llama = as_llama(compressed(family), torch.float32).model
+    llama = as_llama(compressed(family)).model
     assert llama.lm_head.weight.data_ptr() == llama.model.embed_tokens.weight.data_ptr()
 
 
@@ -80,24 +80,24 @@ def test_a_long_text_too() -> None:
     rows = torch.randint(1, 300, (1, 60), generator=torch.Generator().manual_seed(3))
     for family in ("llama-yarn", "llama-llama3", "ernie4_5"):
         model = compressed(family)
-        other = as_llama(model, torch.float32).model
+        other = as_llama(model).model
         with torch.no_grad():
             torch.testing.assert_close(other(rows).logits, model(rows).logits, rtol=1e-5, atol=1e-4)
 
 
 def test_a_window_cuts_the_context() -> None:
     model = compressed("mistral", sliding_window=16)
-    llama = as_llama(model, torch.float32)
+    llama = as_llama(model)
     assert llama.window == 16
     assert llama.model.config.max_position_embeddings == 16
-    assert as_llama(compressed("mistral", sliding_window=None), torch.float32).window is None
-    assert as_llama(compressed("qwen2", sliding_window=16), torch.float32).window is None  # not in use
+    assert as_llama(compressed("mistral", sliding_window=None)).window is None
+    assert as_llama(compressed("qwen2", sliding_window=16)).window is None  # not in use
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(LLAMA_TYPED)))
 def test_other_families_are_no_llamas(family: str) -> None:
     with pytest.raises(InputError, match="is not of Llama's type: "):
-        as_llama(compressed(family, LINEAR_FORMS), torch.float32)
+        as_llama(compressed(family, LINEAR_FORMS))
 
 
 def test_partial_rotations_are_no_llamas() -> None:
@@ -105,13 +105,13 @@ def test_partial_rotations_are_no_llamas() -> None:
         "phi3", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     )
     with pytest.raises(InputError, match="only a part of each head"):
-        as_llama(model, torch.float32)
+        as_llama(model)
 
 
 def test_the_source_is_left_alone() -> None:
     model = compressed("qwen2")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    as_llama(model, torch.float32)
+    as_llama(model)
     after = model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert model.config.model_type == "qwen2"
@@ -119,7 +119,7 @@ def test_the_source_is_left_alone() -> None:
 
 def test_a_model_without_replacements_is_itself() -> None:
     model = tiny_model("gpt_neox")
-    stock, needed = as_own(model, torch.float32)
+    stock, needed = as_own(model)
     assert needed == [48, 48, 48]
     with torch.no_grad():
         assert torch.equal(stock(tokens()).logits, model(tokens()).logits)
