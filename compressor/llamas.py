@@ -71,7 +71,10 @@ def refuse_other_types(model: Any) -> None:
         own = layout_of(stock_config(model))
         reason = OTHER.get(family) or (PLAIN if own is None or not own.gated else "its layers are not Llama's")
         known = ", ".join(sorted(LLAMA_TYPES))
-        raise InputError(f"{family} is not of Llama's type: {reason}; of that type are {known}")
+        raise InputError(
+            f"{family} is not of Llama's type: {reason}, and only Llamas have an architecture there with a width for "
+            f"every block; of that type are {known}"
+        )
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise InputError(f"this {family} rotates only a part of each head, which no Llama does")
 
