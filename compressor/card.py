@@ -32,10 +32,16 @@ def card(report: Record, *, picture: bool = False, repo: str | None = None) -> s
     place = repo or "DIRECTORY"
     sections = [*opening(report), *measured(report), *loading(report, place), *blocks(report, picture)]
     text = "\n".join([*sections, *reproducing(report), limits(report)])
-    content = f"---\n{metadata(report).to_yaml()}\n---\n\n{text}"
-    problems = list_problems(content)
-    assert not problems, problems  # what was measured, and a card that is made of it, are ours
-    return content
+    return with_metadata(text, metadata(report))
+
+
+def with_metadata(text: str, data: ModelCardData) -> str:
+    """The whole card. Metadata that the Hub would object to must not cost the result of a long run: it is left out."""
+    content = f"---\n{data.to_yaml()}\n---\n\n{text}"
+    if not list_problems(content):
+        return content
+    plain_data = ModelCardData(library_name=data.library_name, pipeline_tag=data.pipeline_tag, tags=TAGS)
+    return f"---\n{plain_data.to_yaml()}\n---\n\n{text}"
 
 
 def metadata(report: Record) -> ModelCardData:

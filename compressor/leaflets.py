@@ -7,8 +7,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from compressor.card import TAGS, escape, limits, measured, metadata, title
-from compressor.metadata import list_problems
+from compressor.card import TAGS, escape, limits, measured, metadata, title, with_metadata
 
 Record = Mapping[str, Any]
 FORMS = {"hf-dense": "a stock checkpoint", "onnx": "an ONNX graph", "vllm": "a checkpoint for vLLM"}
@@ -62,7 +61,4 @@ def leaflet(report: Record, record: Record | None) -> str:
     ]
     if record:
         parts += [*measured(record), AFTERWORD, limits(record)]
-    content = f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(parts)
-    problems = list_problems(content)
-    assert not problems, problems
-    return content
+    return with_metadata("\n".join(parts), data)

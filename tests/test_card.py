@@ -371,3 +371,17 @@ def test_front_matter_ends(tmp_path: Path) -> None:
 def test_slugs_are_names_of_data_sets() -> None:
     for name in NASTY:
         assert re.fullmatch(r"[\w.-]{1,80}", slug(name), re.ASCII)
+
+
+def test_metadata_that_the_hub_would_not_take_does_not_cost_the_card() -> None:
+    from huggingface_hub import ModelCardData
+
+    from compressor.card import with_metadata
+
+    good = ModelCardData(library_name="transformers", license="mit")
+    assert "license: mit" in with_metadata("text", good)
+    bad = ModelCardData(library_name="transformers", license="Do as you like!", tags=["a"])
+    content = with_metadata("text", bad)
+    assert list_problems(content) == []
+    assert "library_name: transformers" in content
+    assert content.endswith("text")
