@@ -31,6 +31,7 @@ Examples:
   compress ./my-model --text corpus.txt --max-dppl 0.5 --out ./smaller
   compress profile ./my-model --text corpus.txt
   compress check ./smaller --max-dppl 0.5
+  compress export ./smaller --to gguf --out smaller.gguf
   compress push ./smaller me/smaller --dry-run
 
 Exit codes: 0 done and inside the budget; 1 the budget is missed or nothing fits it; 2 bad input.

@@ -31,15 +31,27 @@ tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")
 vllm serve DIRECTORY --trust-remote-code
 ```
 """,
-    "onnx": """ONNX Runtime:
+    "onnx": """ONNX Runtime, greedy, with the key-value cache where the graph has one:
 
 ```python
+import numpy as np
 import onnxruntime
 from transformers import AutoTokenizer
 
 session = onnxruntime.InferenceSession("DIRECTORY/model.onnx")
 tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")
-print([entry.name for entry in session.get_inputs()])
+shapes = {entry.name: entry.shape for entry in session.get_inputs()}
+names = [entry.name for entry in session.get_outputs()]
+past = {name: np.zeros((1, s[1], 0, s[3]), np.float32) for name, s in shapes.items() if name.startswith("past")}
+ids = tokens = tokenizer("It was", return_tensors="np")["input_ids"]
+for _ in range(20):
+    positions = np.arange(ids.shape[1] - tokens.shape[1], ids.shape[1])[None]
+    feeds = {"input_ids": tokens, "attention_mask": np.ones_like(ids), "position_ids": positions, **past}
+    outputs = dict(zip(names, session.run(names, {name: feeds[name] for name in shapes})))
+    ids = np.concatenate([ids, outputs["logits"][:, -1:].argmax(-1)], axis=1)
+    past = {name: outputs[name.replace("past_key_values", "present")] for name in past}
+    tokens = ids[:, -1:] if past else ids
+print(tokenizer.decode(ids[0]))
 ```
 """,
 }

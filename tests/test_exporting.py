@@ -114,7 +114,7 @@ def test_vllm_gets_a_directory_and_a_warning(compress: Compress, tmp_path: Path)
 
 
 def test_onnx_gets_a_graph_a_record_and_a_card(compress: Compress, tmp_path: Path) -> None:
-    save(tmp_path / "small", "opt", ONE_FORM)
+    model = save(tmp_path / "small", "opt", ONE_FORM)
     done = compress("export", tmp_path / "small", "--to", "onnx", "--out", tmp_path / "graph", "--json")
     assert done.code == 0, done.err
     report = json.loads(done.out)
@@ -123,7 +123,14 @@ def test_onnx_gets_a_graph_a_record_and_a_card(compress: Compress, tmp_path: Pat
     assert report["parameters"]["exported"] == report["parameters"]["compressed"]
     names = {path.name for path in (tmp_path / "graph").iterdir()}
     assert names >= {"model.onnx", "config.json", "tokenizer.json", "export.json", "README.md"}
-    assert ModelCard.load(tmp_path / "graph" / "README.md").data.library_name == "onnx"
+    card = ModelCard.load(tmp_path / "graph" / "README.md")
+    assert card.data.library_name == "onnx"
+    example = card.text.split("```python\n")[1].split("```")[0].replace("DIRECTORY", str(tmp_path / "graph"))
+    found: dict[str, Any] = {}
+    exec(example, found)
+    start = found["tokenizer"]("It was", return_tensors="pt")["input_ids"]
+    expected = model.generate(start, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    assert found["ids"].tolist() == expected.tolist()
 
 
 def test_onnx_needs_its_packages(refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
