@@ -118,7 +118,7 @@ def to_gguf(job: Export, target: Path) -> dict[str, Any]:
             notes = gguf_files.write_gguf(llama, job.tokenizer, file, job.dtype, Path(job.order.model).name)
         for note in notes:
             job.progress.say(f"note: {note}")
-        checked = check_in_llamacpp(job, file)
+        checked = check_in_llamacpp(job, file, notes)
     found = {"architecture": "deci", "neurons": block_widths(llama.model), "needed": llama.widths, "notes": notes}
     return describe(job, parameters, **found, **limits, checked=checked)
 

@@ -145,6 +145,9 @@ def add_merges(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
 def name_cut(vocabulary: Vocabulary) -> str:
     """llama.cpp's name of the way to cut words; with it comes whether a word that is a token is taken whole."""
     parts = flatten(vocabulary.data.get("pre_tokenizer"), "pretokenizers")
+    if [(part["type"], part.get("add_prefix_space")) for part in parts] == [("ByteLevel", True)]:
+        parts = [{**parts[0], "add_prefix_space": False}]
+        vocabulary.notes.append("llama.cpp puts no space before a text as this tokenizer does: begin it with one")
     cut = find_cut(parts)
     if cut is None:
         raise refuse(f"llama.cpp is not known to cut words as this tokenizer does ({describe(parts)})")

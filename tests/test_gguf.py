@@ -114,6 +114,19 @@ def test_vocabulary_template_and_ends_come_along(compress: Compress, tmp_path: P
         assert run.chat_prompt([{"role": "user", "content": "Call me"}]) == "<user>Call me"
 
 
+def test_a_tokenizer_with_a_known_difference_is_told(compress: Compress, tmp_path: Path) -> None:
+    from tokenizers import pre_tokenizers
+
+    save(tmp_path / "small", "llama")
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.save_pretrained(tmp_path / "small")
+    done = compress("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "model.gguf", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["notes"]
+    assert "note: llama.cpp puts no space before a text" in done.err
+
+
 def test_what_is_stored_is_what_was_folded(tmp_path: Path) -> None:
     """Read by the gguf package, not by what wrote it."""
     model = compressed("llama", FORMS)

@@ -211,6 +211,16 @@ def test_a_word_that_no_merge_makes(tmp_path: Path) -> None:
         write(tmp_path / "none.gguf", make_words(qwen, True, "Ġunheard"))
 
 
+def test_a_space_before_a_text_is_told(tmp_path: Path) -> None:
+    tokenizer = make_words(CUTS[0])
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    (note,) = write(tmp_path / "space.gguf", tokenizer)
+    assert "puts no space before a text" in note
+    with Runner(tmp_path / "space.gguf", Settings(context=64)) as run:
+        for text in (" an unheard word", " two\nlines  and 12 more"):
+            assert run.tokenize(text) == tokenizer.encode(text, add_special_tokens=False)
+
+
 def test_rows_without_a_token_are_filled_up(tmp_path: Path) -> None:
     tokenizer = make_words(CUTS[0], False, f"[PAD{ROWS - 1}]")
     write(tmp_path / "rows.gguf", tokenizer)
