@@ -26,6 +26,7 @@ from compressor.exports import (
     compare,
     describe,
     explaining,
+    limited,
     require_room,
     windowed,
 )
@@ -112,7 +113,7 @@ def to_gguf(job: Export, target: Path) -> dict[str, Any]:
     compare(job, llama.model)
     parameters = announce(job, "as GGUF", count_parameters(llama.model))
     require_room(job, parameters, target)
-    limits = windowed(job, llama.window) | {"context": gguf_files.context_of(llama.model.config)}
+    limits = limited(job, llama) | {"context": gguf_files.context_of(llama.model.config)}
     with whole_file(target) as file:
         with explaining(job):
             notes = gguf_files.write_gguf(llama, job.tokenizer, file, job.dtype, Path(job.order.model).name)
@@ -173,7 +174,7 @@ def to_vllm(job: Export, target: Path) -> dict[str, Any]:
             decilm.write_decilm(llama, job.tokenizer, partial, FLOATS[job.dtype])
         found = {"architecture": "DeciLMForCausalLM", "neurons": block_widths(llama.model), "needed": llama.widths}
         checked = {"runtime": "torch, before writing", "logits_off": off}
-        report = describe(job, parameters, **found, **windowed(job, llama.window), checked=checked)
+        report = describe(job, parameters, **found, **limited(job, llama), checked=checked)
         describe_in(partial, job, report)
     return report
 

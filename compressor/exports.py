@@ -15,7 +15,7 @@ from torch import Tensor
 from compressor import llamacpp
 from compressor.capacity import amount, require_disk
 from compressor.errors import InputError
-from compressor.llamas import LLAMA_TYPES
+from compressor.llamas import LLAMA_TYPES, Llama
 from compressor.models import quiet
 from compressor.progress import Progress
 from compressor.records import describe_tool
@@ -110,6 +110,13 @@ def windowed(job: Export, window: int | None) -> dict[str, Any]:
         return {}
     job.progress.say(f"note: the source looks back {window:,} tokens; the export's context is cut to that")
     return {"window": window}
+
+
+def limited(job: Export, llama: Llama) -> dict[str, Any]:
+    """Where an export in Llama's terms is not all that the source is."""
+    if llama.scaled and job.dtype == "bf16":
+        job.progress.say("note: the source's multipliers are in the weights, which bf16 rounds again; f16 is closer")
+    return windowed(job, llama.window)
 
 
 def check_tokens(job: Export) -> Tensor:

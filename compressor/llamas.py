@@ -7,7 +7,6 @@ rotations are reordered. All of it is exact; families whose layers compute somet
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +60,7 @@ class Llama:
     layout: Layout
     widths: list[int]  # that the blocks need; they may have been given more
     window: int | None  # the source looks back so far and no further: up to there both are the same
+    scaled: bool  # weights were multiplied by what the source multiplies with while it computes
 
 
 def refuse_other_types(model: Any) -> None:
@@ -97,13 +97,14 @@ def as_llama(model: Any, *, uniform: bool = False, multiple: int = 1, kept: bool
     config.mlp_bias = True
     layout = layout_of(config)
     assert layout is not None
-    scale = getattr(model.config, "residual_multiplier", 1.0)
+    scale = scales_of(model.config, config)["residual"]
     folded = fold_blocks(model, layout)
     blocks = [scaled(ffn, scale).padded(width) for ffn, width in zip(folded, widths, strict=True)]
     tensors = llama_tensors(model, config)
     llama = assemble(config, layout, tensors, blocks, dict(model.named_buffers()))
     llama.generation_config = copy.deepcopy(model.generation_config)
-    return Llama(llama, layout, needed, window_of(model.config))
+    scaled_weights = any(scale != 1.0 for scale in scales_of(model.config, config).values())
+    return Llama(llama, layout, needed, window_of(model.config), scaled_weights)
 
 
 def block_widths(model: Any) -> list[int]:
@@ -148,8 +149,7 @@ def llama_tensors(model: Any, config: LlamaConfig) -> dict[str, Tensor]:
     own = model.config
     tensors: dict[str, Tensor] = {}
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    residual, multiplier = getattr(own, "residual_multiplier", 1.0), getattr(own, "attention_multiplier", None)
-    attention = 1.0 if multiplier is None else multiplier * config.head_dim**0.5
+    scales = scales_of(own, config)
     for name, tensor in model.state_dict().items():
         if ".qkv_proj." in name:
             parts = tensor.split([queries, keys, keys])
@@ -162,23 +162,26 @@ def llama_tensors(model: Any, config: LlamaConfig) -> dict[str, Tensor]:
         part = name.rsplit(".", 2)[-2]
         if part in ("q_proj", "k_proj") and LLAMA_TYPES[own.model_type]:
             tensors[name] = tensor = halved(tensor, config.head_dim)
-        if part == "q_proj" and attention != 1.0:
-            tensors[name] = tensor * attention
-        if part == "o_proj" and residual != 1.0:
-            tensors[name] = tensor * residual
-    return scale_ends(tensors, own)
+        scale = scales["attention"] if part == "q_proj" else scales["residual"] if part == "o_proj" else 1.0
+        if scale != 1.0:
+            tensors[name] = tensor * scale
+    if scales["embedding"] != 1.0:
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * scales["embedding"]
+    head = scales["logits"] * (scales["embedding"] if own.tie_word_embeddings else 1.0)
+    if head != 1.0:  # into the last norm: tied weights stay tied
+        tensors["model.norm.weight"] = tensors["model.norm.weight"] / head
+    return tensors
 
 
-def scale_ends(tensors: Mapping[str, Tensor], own: Any) -> dict[str, Tensor]:
-    """Granite's scales of embeddings and logits. The second goes into the last norm: tied weights stay tied."""
-    embedding, logits = getattr(own, "embedding_multiplier", 1.0), getattr(own, "logits_scaling", 1.0)
-    found = dict(tensors)
-    if embedding != 1.0:
-        found["model.embed_tokens.weight"] = found["model.embed_tokens.weight"] * embedding
-    head = logits * (embedding if own.tie_word_embeddings else 1.0)
-    if head != 1.0:
-        found["model.norm.weight"] = found["model.norm.weight"] / head
-    return found
+def scales_of(own: Any, config: LlamaConfig) -> dict[str, float]:
+    """What a family (Granite) multiplies with while it computes, and a Llama does not."""
+    attention = getattr(own, "attention_multiplier", None)
+    return {
+        "embedding": getattr(own, "embedding_multiplier", 1.0),
+        "attention": 1.0 if attention is None else attention * config.head_dim**0.5,
+        "residual": getattr(own, "residual_multiplier", 1.0),
+        "logits": getattr(own, "logits_scaling", 1.0),
+    }
 
 
 def halved(tensor: Tensor, head: int) -> Tensor:

@@ -180,6 +180,15 @@ def test_a_model_that_is_not_compressed(refused: Refused, to: str, tmp_path: Pat
     assert "is not a compressed checkpoint" in line
 
 
+@pytest.mark.parametrize(("family", "told"), [("granite-scaled", True), ("llama", False)])
+def test_weights_that_are_rounded_again_are_told(compress: Compress, family: str, told: bool, tmp_path: Path) -> None:
+    save(tmp_path / "small", family)
+    command = ["export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "m.gguf", "--dtype", "bf16"]
+    done = compress(*command)
+    assert done.code == 0, done.err
+    assert ("which bf16 rounds again" in done.err) == told
+
+
 def test_from_python(tmp_path: Path) -> None:
     import compressor
     from compressor.delivery import TARGETS as OFFERED
