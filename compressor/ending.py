@@ -15,7 +15,8 @@ from compressor.interrupting import interrupts
 
 def end(command: Callable[[], Any], words: Sequence[str]) -> NoReturn:
     """Run the command, which was given these words, and leave the process."""
-    with interrupts("--no-cache" not in words, is_first_to_fail) as caught:
+    goes_on = "--no-cache" not in words and words[:1] not in (["export"], ["push"], ["info"])
+    with interrupts(goes_on, is_first_to_fail) as caught:
         try:
             refuse_half_characters([*words, os.getcwd()])
             code = command()

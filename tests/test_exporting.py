@@ -281,6 +281,20 @@ def test_a_model_that_was_trained_on_and_saved_again(compress: Compress, to: str
     assert done.code == 0, done.err
 
 
+def test_an_export_that_is_interrupted_leaves_nothing(
+    compress: Compress, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    save(tmp_path / "small", "llama", LINEAR_FORMS)
+    before = tree(tmp_path)
+    monkeypatch.setattr("compressor.exporting.check_in_llamacpp", interrupt)
+    done = compress("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "model.gguf")
+    assert (done.code, done.errors) == (130, ["error: interrupted; nothing was written"])
+    assert tree(tmp_path) == before
+
+
 def test_a_form_that_computes_something_else_is_never_written(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
