@@ -85,8 +85,10 @@ def as_llama(model: Any, *, uniform: bool = False, multiple: int = 1, kept: bool
     with `kept`, not those that were never replaced), or all have one width."""
     refuse_other_types(model)
     config = llama_config(model)
+    config.mlp_bias = True
     layout = layout_of(config)
-    assert layout is not None  # it is Llama's
+    if layout is None:
+        raise InputError(f"the activation of its blocks, {config.hidden_act}, is not one that is known here")
     needed = widths_of(model, layout)
     rounded = [-(-max(width, 1) // multiple) * multiple for width in needed]
     stay = [kept and not has_replacement(model, block) for block in find_blocks(model)]
@@ -94,9 +96,6 @@ def as_llama(model: Any, *, uniform: bool = False, multiple: int = 1, kept: bool
     if uniform:
         widths = [max(widths)] * len(widths)
         config.intermediate_size = widths[0]
-    config.mlp_bias = True
-    layout = layout_of(config)
-    assert layout is not None
     scale = scales_of(model.config, config)["residual"]
     folded = fold_blocks(model, layout)
     blocks = [scaled(ffn, scale).padded(width) for ffn, width in zip(folded, widths, strict=True)]

@@ -180,7 +180,7 @@ def own_layout(model: Any) -> tuple[Any, Layout]:
     family = config.model_type
     layout = layout_of(config)
     if layout is None:
-        raise InputError(f"the blocks of {family} are not made of neurons that could be read")
+        raise InputError(f"the blocks of this {family} are not made of neurons with an activation that is known here")
     if layout.missing_bias:
         for key in BIAS_KEYS:
             if getattr(config, key, None) is False:

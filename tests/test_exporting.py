@@ -237,6 +237,13 @@ def test_families_that_are_no_llamas_are_refused_by_name(
     assert "try --to hf-dense or --to onnx" in line
 
 
+@pytest.mark.parametrize("to", ["gguf", "hf-dense", "vllm"])
+def test_an_activation_that_is_not_known(refused: Refused, to: str, tmp_path: Path) -> None:
+    write(compressed_model("llama", LINEAR_FORMS, hidden_act="tanh"), tmp_path / "small")
+    line = refused("export", tmp_path / "small", "--to", to, "--out", tmp_path / "out")
+    assert "the activation of its blocks, tanh, is not one that is known here" in line
+
+
 def test_no_disk_is_refused_first(refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     save(tmp_path / "small", "llama", LINEAR_FORMS)
     monkeypatch.setattr("compressor.capacity.free_disk", lambda place: 1000)
