@@ -301,6 +301,7 @@ def wrap(model: Any) -> PreTrainedTokenizerFast:
 
 
 SPLIT = pre_tokenizers.Split(Regex(r"\w+"), "isolated")
+DIGITS, EARLY = pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=True)
 LATE = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 TWICE = processors.TemplateProcessing(single="<s> <s> $A", special_tokens=[("<s>", 2501)])
 REFUSALS: dict[str, tuple[Callable[[], PreTrainedTokenizerFast], str]] = {
@@ -311,7 +312,7 @@ REFUSALS: dict[str, tuple[Callable[[], PreTrainedTokenizerFast], str]] = {
     "lowercase": (lambda: change("normalizer", normalizers.Lowercase()), "no normalizer"),
     "words": (lambda: change("pre_tokenizer", pre_tokenizers.Sequence([SPLIT, LATE])), "cut words"),
     "removed": (lambda: change("pre_tokenizer", pre_tokenizers.Whitespace()), "cut words"),
-    "prefix": (lambda: change("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True)), "cut words"),
+    "prefixes": (lambda: change("pre_tokenizer", pre_tokenizers.Sequence([DIGITS, EARLY])), "cut words"),
     "nothing": (lambda: change("pre_tokenizer", pre_tokenizers.Sequence([])), "cut words"),
     "unknown": (lambda: wrap(models.BPE({"a": 0, "<unk>": 1}, [], unk_token="<unk>")), "256|drops"),
     "twice": (lambda: change("post_processor", TWICE), "at most one token"),
