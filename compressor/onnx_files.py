@@ -27,7 +27,7 @@ from compressor.models import quiet
 from compressor.progress import Progress
 from compressor.sources import context_of
 
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+PACKAGES = ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
 FILE = "model.onnx"
 OPSET = 18
 SINGLE_FILE = 2**30  # bytes of weights that go into the graph's own file; protobuf ends at 2 GB

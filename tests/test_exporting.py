@@ -119,6 +119,7 @@ def test_onnx_gets_a_graph_a_record_and_a_card(compress: Compress, tmp_path: Pat
     assert done.code == 0, done.err
     report = json.loads(done.out)
     assert report["cache"] is True
+    assert "key-value cache" in report["for"]
     assert report["checked"]["logits_off"] < 1e-4
     assert report["parameters"]["exported"] == report["parameters"]["compressed"]
     names = {path.name for path in (tmp_path / "graph").iterdir()}
