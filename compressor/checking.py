@@ -26,7 +26,7 @@ from compressor.page import page
 from compressor.planfile import Part, PlannedBlock, PlannedBudget, PlannedReplacement, PlannedSource, list_mistakes
 from compressor.records import describe_assessment, describe_source, describe_text, describe_tool
 from compressor.reporting import info_lines
-from compressor.saving import RECORD, write_json
+from compressor.saving import EXPORT, RECORD, write_json
 from compressor.sources import identify, source_of
 from compressor.text import group
 from compressor.weights import read_json
@@ -92,6 +92,8 @@ def read_record(directory: Path) -> dict[str, Any]:
         raise InputError(f"directory {directory} does not exist; give one that compress wrote")
     file = directory / RECORD
     if not file.is_file():
+        if (directory / EXPORT).is_file():
+            raise InputError(f"{directory} is an export; give the compressed checkpoint that it was made from")
         raise InputError(f"{directory} has no {RECORD}: it was not written by compress")
     record = read_json(file, str(directory))
     try:

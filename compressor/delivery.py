@@ -75,10 +75,12 @@ def export(
     """Write a compressed checkpoint for llama.cpp, plain transformers, onnxruntime or vLLM: the same outputs."""
     if to not in TARGETS:
         raise InputError(f"--to {to} is not known; use {', '.join(TARGETS)}")
-    from compressor import exporting, exports, hub
+    from compressor import hub
+
+    hub.refuse_out_of_reach(model)  # before torch is imported, which takes longer than this
+    from compressor import exporting, exports
     from compressor.progress import Progress
 
-    hub.refuse_out_of_reach(model)
     chosen: dict[str, Any] = {"dtype": dtype, "overwrite": overwrite, "force": force}
     report = exporting.export(model, to, out, **chosen, progress=Progress(visible=True))
     emit(report, as_json, exports.export_lines(report), None)

@@ -37,12 +37,10 @@ from compressor.models import load, quiet
 from compressor.onnx_files import require_packages, write_onnx
 from compressor.progress import Progress
 from compressor.rereading import verify_written
-from compressor.saving import RECORD as COMPRESSION
-from compressor.saving import refusing_disk, write_json
+from compressor.saving import EXPORT, RECORD, refusing_disk, write_json
 from compressor.sources import source_of
 from compressor.stock import as_own, blank, stock_config
 
-RECORD = "export.json"
 NAMES = {dtype: name for name, dtype in FLOATS.items()}
 
 
@@ -94,7 +92,7 @@ def reserve(order: Order, progress: Progress) -> Iterator[Path]:
         with reserved_file(order.out, order.overwrite, b"GGUF", progress.say) as file:
             yield file
     else:
-        with reserved(order.out, order.overwrite, order.model, RECORD, progress.say) as directory:
+        with reserved(order.out, order.overwrite, order.model, EXPORT, progress.say) as directory:
             yield directory
 
 
@@ -193,8 +191,8 @@ def to_onnx(job: Export, target: Path) -> dict[str, Any]:
 def describe_in(directory: Path, job: Export, report: dict[str, Any]) -> None:
     """The record and the card of what was written; what was measured before comes from the compressed checkpoint."""
     own = Path(job.order.model)
-    record = read_record(own) if (own / COMPRESSION).is_file() else None
-    write_json(directory / RECORD, report)
+    record = read_record(own) if (own / RECORD).is_file() else None
+    write_json(directory / EXPORT, report)
     (directory / "README.md").write_text(leaflet(report, record), encoding="utf-8")
 
 

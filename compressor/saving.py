@@ -30,6 +30,7 @@ from compressor.sources import source_of
 
 RECORD = "compression.json"
 PROFILE = "profile.json"
+EXPORT = "export.json"
 
 
 def save(

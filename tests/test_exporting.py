@@ -75,6 +75,15 @@ def test_the_cost_of_one_width_is_said_first(compress: Compress, tmp_path: Path)
     assert report["neurons"] == [32, 32, 32]
 
 
+def test_an_export_is_told_from_a_checkpoint(refused: Refused, compress: Compress, tmp_path: Path) -> None:
+    save(tmp_path / "small", "llama", LINEAR_FORMS)
+    assert compress("export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "dense").code == 0
+    for command in (["info"], ["check"], ["push", "me/dense"]):
+        assert "dense is an export" in refused(command[0], tmp_path / "dense", *command[1:])
+    line = refused("export", tmp_path / "dense", "--to", "gguf", "--out", tmp_path / "m.gguf")
+    assert "is not a compressed checkpoint" in line
+
+
 def test_nothing_left_is_refused_unless_forced(refused: Refused, compress: Compress, tmp_path: Path) -> None:
     save(tmp_path / "small", "gpt2", ONE_FORM)
     command = ["export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "dense"]
