@@ -68,6 +68,8 @@ def carry_out(order: Order, progress: Progress) -> dict[str, Any]:
         raise InputError(f"--dtype {order.dtype} is not for --to {order.to}; use {', '.join(dtypes)}")
     if order.to == "onnx":
         require_packages()
+    own = Path(order.model)
+    record = read_record(own) if (own / RECORD).is_file() else None  # refused before any work if it is not sound
     with reserve(order, progress) as target:
         try:
             with quiet():
@@ -78,7 +80,7 @@ def carry_out(order: Order, progress: Progress) -> dict[str, Any]:
             raise InputError(f"{order.model} is not a compressed checkpoint; give a directory that compress wrote")
         with quiet():
             sizes = {"source": count_parameters(blank(stock_config(model))), "compressed": count_parameters(model)}
-        job = Export(order, model, tokenizer, pick_dtype(order, model, dtypes), sizes, progress)
+        job = Export(order, model, tokenizer, pick_dtype(order, model, dtypes), sizes, record, progress)
         with refusing_disk(target):
             report = write(job, target)
     size = sum(file.stat().st_size for file in [target, *target.rglob("*")] if file.is_file())
@@ -190,10 +192,8 @@ def to_onnx(job: Export, target: Path) -> dict[str, Any]:
 
 def describe_in(directory: Path, job: Export, report: dict[str, Any]) -> None:
     """The record and the card of what was written; what was measured before comes from the compressed checkpoint."""
-    own = Path(job.order.model)
-    record = read_record(own) if (own / RECORD).is_file() else None
     write_json(directory / EXPORT, report)
-    (directory / "README.md").write_text(leaflet(report, record), encoding="utf-8")
+    (directory / "README.md").write_text(leaflet(report, job.record), encoding="utf-8")
 
 
 TARGETS: dict[str, tuple[Callable[[Export, Path], dict[str, Any]], tuple[str, ...]]] = {

@@ -55,6 +55,7 @@ class Export:
     tokenizer: Any
     dtype: str
     sizes: dict[str, int]  # parameters of the source and of the compressed model
+    record: dict[str, Any] | None  # what was measured when it was compressed, where that is known
     progress: Progress
 
 

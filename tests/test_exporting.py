@@ -75,6 +75,13 @@ def test_the_cost_of_one_width_is_said_first(compress: Compress, tmp_path: Path)
     assert report["neurons"] == [32, 32, 32]
 
 
+def test_a_broken_record_is_refused_first(refused: Refused, tmp_path: Path) -> None:
+    save(tmp_path / "small", "llama", LINEAR_FORMS)
+    (tmp_path / "small" / "compression.json").write_text('{"perplexity": 3}')
+    line = refused("export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "dense")
+    assert "is not a compression record" in line
+
+
 def test_an_export_is_told_from_a_checkpoint(refused: Refused, compress: Compress, tmp_path: Path) -> None:
     save(tmp_path / "small", "llama", LINEAR_FORMS)
     assert compress("export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "dense").code == 0
