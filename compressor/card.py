@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import PurePath
 from typing import Any
 
 from huggingface_hub import ModelCardData
 
 from compressor.errors import visible
 from compressor.llamas import LLAMA_TYPES
+from compressor.markup import last_part
 from compressor.metadata import carry_over, is_repo_id, list_problems
 from compressor.origins import is_hub_id
 from compressor.reporting import name_replacement, task_row, text_row
@@ -73,7 +73,7 @@ def base_of(source: Record) -> str | None:
 def title(source: Record) -> str:
     """A card is made to be published: no local paths."""
     name = str(source["model"])
-    return plain(name if is_hub_id(name, source.get("revision")) else PurePath(name).name)
+    return plain(name if is_hub_id(name, source.get("revision")) else last_part(name))
 
 
 def opening(report: Record) -> list[str]:

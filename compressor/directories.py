@@ -123,38 +123,43 @@ def discard(path: Path, target: Path) -> None:
 def whole_directory(target: Path) -> Iterator[Path]:
     """A directory beside the target that takes its place when the block ends well, and vanishes when it does not."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    with growing(target) as partial:
+        yield partial
+        settle(partial, target)
+
+
+@contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """The same for a single file."""
+    with growing(target) as folder:
+        yield folder / target.name
+        settle(folder / target.name, target)
+
+
+@contextmanager
+def growing(target: Path) -> Iterator[Path]:
+    """A directory beside the target that is gone with the block, unless it was renamed."""
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     TRACES.unfinished.add(partial)
     try:
         yield partial
-        mask = current_umask()  # temporary directories and safetensors files are made for their owner alone
-        for path in (partial, *partial.rglob("*")):
-            path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
-            sync(path)
-        put(partial, target)
-        TRACES.finished = target
-        sync(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         TRACES.unfinished.discard(partial)
 
 
-@contextmanager
-def whole_file(target: Path) -> Iterator[Path]:
-    """A file that takes the target's place when the block ends well, and vanishes when it does not."""
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
-    TRACES.unfinished.add(folder)
-    try:
-        partial = folder / target.name
-        yield partial
-        partial.chmod(0o666 & ~current_umask())
-        sync(partial)
+def settle(partial: Path, target: Path) -> None:
+    """What is finished goes to the disk and takes the target's place."""
+    mask = current_umask()  # temporary directories and safetensors files are made for their owner alone
+    for path in (partial, *partial.rglob("*")):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
+        sync(path)
+    if partial.is_dir():
+        put(partial, target)
+    else:
         partial.replace(target)
-        TRACES.finished = target
-        sync(target.parent)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        TRACES.unfinished.discard(folder)
+    TRACES.finished = target
+    sync(target.parent)
 
 
 def current_umask() -> int:

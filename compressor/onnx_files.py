@@ -6,7 +6,6 @@ window is the mask's business alone. A family whose cache torch cannot trace get
 
 from __future__ import annotations
 
-import copy
 import importlib
 import importlib.util
 import inspect
@@ -26,6 +25,7 @@ from compressor.errors import InputError, causes, is_out_of_memory, number_of, s
 from compressor.models import quiet
 from compressor.progress import Progress
 from compressor.sources import context_of
+from compressor.stock import stock_config
 
 PACKAGES = ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
 FILE = "model.onnx"
@@ -297,10 +297,7 @@ def compare(found: Tensor, case: Case) -> float:
 
 def write_companions(model: Any, tokenizer: Any, directory: Path) -> None:
     """The stock architecture's config, without what makes transformers look for replacements, and the tokenizer."""
-    config = copy.deepcopy(model.config)
-    for name in ("quantization_config", "auto_map"):
-        if hasattr(config, name):
-            delattr(config, name)
+    config = stock_config(model)
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)
     model.generation_config.to_json_file(directory / "generation_config.json")

@@ -12,6 +12,7 @@ from huggingface_hub import EvalResult
 
 from compressor.budget import split_name
 from compressor.errors import shorten, visible
+from compressor.markup import last_part
 from compressor.metadata import DATASET
 from compressor.text import HUB_SPLITS, HUB_TEXTS, UNNAMED
 
@@ -121,7 +122,7 @@ def name_text(word: str) -> str:
         return "built-in text of compressor"
     if word.startswith("hub:"):
         return plain(word.removeprefix("hub:"))
-    return plain(re.split(r"[/\\]", word.rstrip("/\\"))[-1])
+    return plain(last_part(word))
 
 
 def plain(text: str) -> str:
