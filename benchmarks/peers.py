@@ -38,10 +38,11 @@ from compressor.cache import Cache
 from compressor.checkpoint import count_parameters
 from compressor.evaluating import evaluate
 from compressor.measuring import measure
+from compressor.names import UNNAMED
 from compressor.patching import patch
 from compressor.planning import Planner
 from compressor.progress import Progress
-from compressor.text import UNNAMED, Split, Text
+from compressor.text import Split, Text
 from compressor.trials import Bench
 
 BATCH = 8

@@ -13,10 +13,9 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from compressor.assessing import Check
-from compressor.errors import InputError
-from compressor.hub import reason_of
+from compressor.errors import InputError, reason_of
 from compressor.parsing import parse_json
-from compressor.planfile import Part, list_mistakes
+from compressor.record import Part, list_mistakes
 
 SCHEMA_VERSION = 1
 LOOSE_WORDS = 0.02  # of agreement: one word that flips can change the rest of a continuation

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from compressor.errors import InputError
-
-NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.:-]+)=(?P<rest>.*)", re.DOTALL)
+from compressor.text import split_name
 
 
 @dataclass(frozen=True)
@@ -53,12 +51,6 @@ def parse_drop(text: str | float) -> float:
     if not math.isfinite(drop) or not 0 <= drop <= 1:
         raise InputError(f"--max-task-drop must be between 0 and 1, got {word}; try --max-task-drop 0.01")
     return drop
-
-
-def split_name(word: str) -> tuple[str | None, str]:
-    """`name=value` → (name, value); a word without a name → (None, word)."""
-    match = NAMED.fullmatch(word)
-    return (match["name"], match["rest"]) if match else (None, word)
 
 
 def by_name(option: str, words: Iterable[str], names: Iterable[str], what: str) -> dict[str | None, str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -18,7 +19,6 @@ from compressor.directories import sync
 from compressor.errors import InputError
 from compressor.locking import held_directory, sweep
 from compressor.progress import Progress
-from compressor.weights import digest
 
 Tensors = dict[str, Tensor]
 PARTIAL = ".partial-"  # an entry that is being written
@@ -122,3 +122,17 @@ class Cache:
             if not self.warned:  # one line: a full disk refuses every entry from here on
                 self.progress.say(f"warning: the cache {self.directory} was not written: {error}")
             self.warned = True
+
+
+def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 of named tensors in the given order, one tensor in memory at a time."""
+    sha = hashlib.sha256()
+    for name, tensor in tensors:
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        sha.update(bytes_of(tensor))
+    return sha.hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """A view of the tensor's bytes."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

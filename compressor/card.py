@@ -8,13 +8,13 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from compressor.errors import visible
-from compressor.llamas import LLAMA_TYPES
 from compressor.markup import last_part
-from compressor.metadata import carry_over, is_repo_id, list_problems
-from compressor.origins import is_hub_id
+from compressor.metadata import list_problems
+from compressor.names import UNNAMED
+from compressor.network import is_hub_id, is_repo_id
+from compressor.origins import carry_over
 from compressor.reporting import name_replacement, task_row, text_row
 from compressor.scores import harmless, list_scores, name_text, plain, texts_of, words_of
-from compressor.text import UNNAMED
 
 PICTURE = "figures/depth.png"
 TAGS = ["compressor", "compressed", "linear-ffn"]
@@ -183,8 +183,8 @@ def block_list(entries: list[Any]) -> str:
 
 
 def loading(report: Record, place: str) -> list[str]:
-    llama = report["source"].get("model_type") in LLAMA_TYPES
-    return [LOADING.replace("DIRECTORY", place), GGUF if llama else DENSE]
+    exports = report["source"].get("exports") or []
+    return [LOADING.replace("DIRECTORY", place), GGUF if "gguf" in exports else DENSE]
 
 
 LOADING = """## Load

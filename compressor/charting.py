@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from compressor.charts import Axis, Chart, Point, Series
-from compressor.linearity import profiles_of
 from compressor.markup import interval, is_number, last_part, num
+from compressor.record import profiles_of
 
 Record = Mapping[str, Any]
 Blocks = Sequence[Record]

@@ -9,102 +9,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
-
 from compressor import ranks
 from compressor import recipe as recipes
 from compressor.announcing import append_summary, junit, refuse_unwritable
 from compressor.assessing import tokenizer_sha256
 from compressor.baseline import BaselineFile, baseline_of, compare_with, read_baseline, refuse_other_model
-from compressor.budget import split_name
 from compressor.checkpoint import count_parameters
+from compressor.directories import write_json
 from compressor.errors import InputError
-from compressor.hub import reason_of
 from compressor.jobs import Setting, make_evaluator, name_tasks, open_text, placing, timings
 from compressor.models import load
 from compressor.page import page
-from compressor.planfile import Part, PlannedBlock, PlannedBudget, PlannedReplacement, PlannedSource, list_mistakes
-from compressor.records import describe_assessment, describe_source, describe_text, describe_tool
-from compressor.reporting import info_lines
-from compressor.saving import EXPORT, RECORD, write_json
+from compressor.record import (
+    describe_tool,
+    read_record,
+)
+from compressor.records import describe_assessment, describe_source, describe_text
 from compressor.sources import identify, source_of
-from compressor.text import group
-from compressor.weights import read_json
-
-
-class RecordedReplacement(Part):
-    path: str
-    replacement: PlannedReplacement
-
-
-class RecordedPerplexity(Part):
-    baseline: float
-    compressed: float
-    delta: float
-    delta_ci95: tuple[float, float]
-    delta_upper: float
-    tokens: int
-    seq_len: int
-
-
-class RecordedParameters(Part):
-    before: int
-    after: int
-    removed: int
-    removed_fraction: float
-
-
-class RecordedBudget(PlannedBudget):
-    max_dppl: float
-
-
-class RecordedText(Part):
-    verification: dict[str, Any]
-
-
-class SavedRecord(Part):
-    """What `compressor.save` writes: no measurements."""
-
-    schema_version: int = Field(ge=1, le=1, strict=True)
-    tool: dict[str, Any]
-    source: PlannedSource
-    parameters: dict[str, Any]
-    blocks: list[RecordedReplacement]
-
-
-class MeasuredRecord(Part):
-    """What the whole job and `apply` write."""
-
-    schema_version: int = Field(ge=1, le=1, strict=True)
-    tool: dict[str, Any]
-    source: PlannedSource
-    parameters: RecordedParameters
-    blocks: list[PlannedBlock]
-    perplexity: RecordedPerplexity
-    budget: RecordedBudget
-    text: RecordedText
-    rows: dict[str, int] = Field(default_factory=dict)
-
-
-def read_record(directory: Path) -> dict[str, Any]:
-    """compression.json of a checkpoint, with the parts that every reader needs."""
-    if not directory.is_dir():
-        raise InputError(f"directory {directory} does not exist; give one that compress wrote")
-    file = directory / RECORD
-    if not file.is_file():
-        if (directory / EXPORT).is_file():
-            raise InputError(f"{directory} is an export; give the compressed checkpoint that it was made from")
-        raise InputError(f"{directory} has no {RECORD}: it was not written by compress")
-    record = read_json(file, str(directory))
-    try:
-        (MeasuredRecord if "perplexity" in record else SavedRecord).model_validate(record)
-        info_lines(record)  # the parts that need not be there must be sound when they are
-    except ValidationError as error:
-        raise InputError(f"{file} is not a compression record of schema 1: {list_mistakes(error)}") from error
-    except Exception as error:
-        reason = f"its figures cannot be shown ({type(error).__name__}: {reason_of(error)})"
-        raise InputError(f"{file} is not a compression record of schema 1: {reason}") from error
-    return record
+from compressor.text import group, split_name
 
 
 @dataclass(frozen=True)

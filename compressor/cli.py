@@ -298,9 +298,10 @@ def check(
 @app.command()
 def info(directory: opt.Directory, as_json: opt.Json = False, debug: opt.Debug = False) -> None:
     """What a compressed checkpoint contains."""
-    from compressor import checking, reporting
+    from compressor import reporting
+    from compressor.record import read_record
 
-    record = checking.read_record(directory)
+    record = read_record(directory)
     table = reporting.block_table(record) if "perplexity" in record else None
     emit(record, as_json, reporting.info_lines(record), table)
 

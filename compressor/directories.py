@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import math
 import os
 import re
 import shutil
@@ -11,11 +13,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from compressor import ranks
-from compressor.errors import InputError
+from compressor.errors import InputError, disk_reason
 from compressor.interrupting import TRACES
-from compressor.locking import locked
+from compressor.locking import held_directory, locked, sweep
 
 HERE = -100  # AT_FDCWD: paths as they are
 EXCHANGE = 2  # RENAME_EXCHANGE
@@ -125,7 +128,7 @@ def whole_directory(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     with growing(target) as partial:
         yield partial
-        settle(partial, target)
+        publish(partial, target)
 
 
 @contextmanager
@@ -133,7 +136,7 @@ def whole_file(target: Path) -> Iterator[Path]:
     """The same for a single file."""
     with growing(target) as folder:
         yield folder / target.name
-        settle(folder / target.name, target)
+        publish(folder / target.name, target)
 
 
 @contextmanager
@@ -148,7 +151,7 @@ def growing(target: Path) -> Iterator[Path]:
         TRACES.unfinished.discard(partial)
 
 
-def settle(partial: Path, target: Path) -> None:
+def publish(partial: Path, target: Path) -> None:
     """What is finished goes to the disk and takes the target's place."""
     mask = current_umask()  # temporary directories and safetensors files are made for their owner alone
     for path in (partial, *partial.rglob("*")):
@@ -203,3 +206,40 @@ def exchange(first: Path, second: Path) -> bool:
         return False
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     return rename is not None and rename(HERE, os.fsencode(first), HERE, os.fsencode(second), EXCHANGE) == 0
+
+
+@contextmanager
+def refusing_disk(target: Path) -> Iterator[None]:
+    """A disk that is full, or gone, is one line, whichever library wrote to it."""
+    try:
+        yield
+    except Exception as error:
+        reason = None if isinstance(error, InputError) else disk_reason(error)
+        if reason is None:
+            raise
+        raise InputError(f"--out {target} cannot be written: {reason}; nothing was kept") from error
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write valid JSON in one step: infinite and undefined numbers become null."""
+    if ranks.rank() > 0:
+        return
+    prefix = f".{file.name}.partial-"
+    sweep(file.absolute().parent, prefix)
+    with held_directory(file.absolute().parent, prefix) as folder:
+        partial = folder / file.name
+        partial.write_text(to_json(value) + "\n", encoding="utf-8")
+        sync(partial)
+        partial.replace(file)
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -8,6 +8,8 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 
+REASON_LENGTH = 200
+
 DONE, MISSED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ALLOCATION = re.compile("out of memory|can't allocate memory|not enough memory", re.IGNORECASE)  # as torch says it
@@ -92,3 +94,12 @@ def refuse_half_characters(words: Iterable[str]) -> None:
 def visible(text: str) -> str:
     """Text that may be shown: it commands no terminal, and can be written as UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8").translate(PICTURES)
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of what an exception says, short enough for a one-line message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = lines[0].rstrip(".:;") if lines else type(error).__name__
+    if isinstance(error, KeyError):
+        reason = f"{reason} is missing"
+    return reason if len(reason) <= REASON_LENGTH else reason[: REASON_LENGTH - 1] + "…"

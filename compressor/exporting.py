@@ -11,9 +11,8 @@ from typing import Any
 
 from compressor import decilm, gguf_files
 from compressor.capacity import ShortMemory
-from compressor.checking import read_record
 from compressor.checkpoint import count_parameters, write_checkpoint
-from compressor.directories import reserved, reserved_file, whole_directory, whole_file
+from compressor.directories import refusing_disk, reserved, reserved_file, whole_directory, whole_file, write_json
 from compressor.errors import InputError
 from compressor.exports import (
     FLOATS,
@@ -34,10 +33,11 @@ from compressor.leaflets import leaflet
 from compressor.llamas import LLAMA_TYPES, as_llama, block_widths
 from compressor.modeling_compressor import replacements
 from compressor.models import load, quiet
+from compressor.names import EXPORT, RECORD
 from compressor.onnx_files import require_packages, write_onnx
 from compressor.progress import Progress
+from compressor.record import read_record
 from compressor.rereading import verify_written
-from compressor.saving import EXPORT, RECORD, refusing_disk, write_json
 from compressor.sources import source_of
 from compressor.stock import as_own, blank, stock_config
 

@@ -18,7 +18,7 @@ from compressor.errors import InputError
 from compressor.llamas import LLAMA_TYPES, Llama
 from compressor.models import quiet
 from compressor.progress import Progress
-from compressor.records import describe_tool
+from compressor.record import describe_tool
 from compressor.rereading import compare_logits, first_tokens, logits_of
 from compressor.sources import context_of
 

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.blocks import Block, placing
+from compressor.blocks import Block
 from compressor.forms import Form, Forms
 from compressor.measuring import moments_device
 from compressor.modeling_compressor import Replacement, restore, swap
 from compressor.moments import ACCUMULATION_DTYPE
 from compressor.neurons import Neurons
+from compressor.patching import as_stored
 from compressor.sources import source_of
 from compressor.statistics import Statistics, collect, own_bias
 from compressor.stream import Stream, calibration_streams, stream_gain
@@ -103,7 +104,7 @@ class Fitter:
                 break
             module = empty_replacement(self.blocks[index], self.surveys[index].neurons, forms[index])
             module.load_state_dict(kept)
-            found[index] = settle(module, self.model, self.blocks[index], self.dtype)
+            found[index] = as_stored(module, self.model, self.blocks[index], self.dtype)
         return found
 
     def streams_at(self, index: int) -> list[Stream]:
@@ -124,12 +125,7 @@ class Fitter:
 
     def module(self, survey: Survey, form: Form, fitted: Fitted) -> Replacement:
         made = build_replacement(survey.block, survey.neurons, form, fitted)
-        return settle(made, self.model, survey.block, self.dtype)
-
-
-def settle(module: Replacement, model: Any, block: Block, stored: torch.dtype) -> Replacement:
-    """The module as it can stand in the block's place: rounded to the stored dtype, then as the model computes."""
-    return module.to(stored).to(**placing(model, block))
+        return as_stored(made, self.model, survey.block, self.dtype)
 
 
 def pack(module: Replacement, stored: torch.dtype) -> dict[str, Tensor]:

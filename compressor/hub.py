@@ -6,12 +6,11 @@ What is cached is used without a network. A failure is one InputError, within se
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import constants, get_session, is_offline_mode, snapshot_download, try_to_load_from_cache
+from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -21,10 +20,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from compressor.errors import InputError
+from compressor.errors import InputError, reason_of
+from compressor.network import why_unreachable
 
-PROBE_SECONDS = 4.0
-REASON_LENGTH = 200
 MODEL_ALTERNATIVES = "give a local directory, or `demo` for the built-in model"
 # All but the weights and the code; the card says under which licence the model is.
 DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", constants.REPOCARD_NAME)
@@ -38,28 +36,6 @@ class Snapshot:
     directory: Path
     commit: str
     offline: str | None
-
-
-def why_unreachable() -> str | None:
-    """Why the Hub cannot be reached, or None when it answers.
-
-    Asked in a thread: a name server that does not answer blocks for longer than any timeout of the request.
-    """
-    if is_offline_mode():
-        return "HF_HUB_OFFLINE is set"
-    reasons = [f"no answer in {PROBE_SECONDS:g} s"]
-
-    def ask() -> None:
-        try:
-            get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)
-            reasons.clear()
-        except Exception as error:
-            reasons[:] = [reason_of(error)]
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(PROBE_SECONDS)
-    return next(iter(reasons), None)
 
 
 def refuse_out_of_reach(model: str | None) -> None:
@@ -145,12 +121,3 @@ def not_cached(repo: str, offline: str) -> InputError:
         f"{repo!r} is neither a directory nor a whole model in the local cache, "
         f"and the Hugging Face Hub cannot be reached ({offline}); {MODEL_ALTERNATIVES}"
     )
-
-
-def reason_of(error: BaseException) -> str:
-    """The first line of what an exception says, short enough for a one-line message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = lines[0].rstrip(".:;") if lines else type(error).__name__
-    if isinstance(error, KeyError):
-        reason = f"{reason} is missing"
-    return reason if len(reason) <= REASON_LENGTH else reason[: REASON_LENGTH - 1] + "…"

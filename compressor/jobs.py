@@ -23,6 +23,7 @@ from compressor.errors import InputError
 from compressor.generating import opening_prompts, read_prompts
 from compressor.measuring import measure
 from compressor.models import load, quiet
+from compressor.names import HUB_TEXTS
 from compressor.profiles import Profile
 from compressor.progress import Progress
 from compressor.recipe import Recipe
@@ -31,7 +32,7 @@ from compressor.sources import context_of, identify, source_of
 from compressor.studying import Study, Wanted, study
 from compressor.taskfiles import BUILT_IN_TASK
 from compressor.tasks import Task, open_tasks, prefix_of
-from compressor.text import HUB_TEXTS, SPLITS, Text, load_text, split_text
+from compressor.text import SPLITS, Text, load_text, split_text
 from compressor.verdicts import SAFE_NATS
 
 DEFAULT_SEQ_LEN = 512

@@ -19,7 +19,8 @@ from compressor.forms import Form
 from compressor.markup import last_part
 from compressor.probing import BILINEAR_RANK, CONVERGED, ROUND, TRAINED_BATCH, TRAINED_RATE
 from compressor.profiles import FIGURES, BlockProfile, Profile
-from compressor.records import KEEP, describe_perplexity, describe_source, describe_text, describe_tool
+from compressor.record import describe_tool, flat, profiles_of
+from compressor.records import KEEP, describe_perplexity, describe_source, describe_text
 from compressor.studying import Study
 from compressor.text import Text
 
@@ -248,11 +249,6 @@ def number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def verdict_counts(blocks: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Block indices by verdict."""
-    return {word: [b["index"] for b in blocks if b["verdict"] == word] for word in ("safe", "costly", "unsafe")}
-
-
 def tables_of(report: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """The record's numbers as tables: one line per block (of every model and corpus), and one per block and rank."""
     blocks, ladders = [], []
@@ -272,23 +268,3 @@ def tables_of(report: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
                 {"model": model, "corpus": corpus["name"], "block": b["index"], **flat(b)} for b in corpus["blocks"]
             ]
     return {"profile": blocks, "ladder": ladders}
-
-
-def profiles_of(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The single profiles in a record of one model or of several."""
-    found: list[Mapping[str, Any]] = list(report.get("profiles") or [report])
-    return found
-
-
-def flat(block: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A block's numbers and words in one row; lists of other things than an interval's two ends are left out."""
-    row: dict[str, Any] = {}
-    for key, value in block.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and key not in ("replacement", "ladder"):
-            row |= flat(value, f"{name}_")
-        elif key.endswith("ci95"):
-            row |= {f"{name}_low": value[0], f"{name}_high": value[1]}
-        elif not isinstance(value, (list, tuple, Mapping)) and name != "index":
-            row[name] = value
-    return row

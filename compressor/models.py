@@ -35,13 +35,14 @@ from transformers.utils import logging
 from compressor import ranks
 from compressor.blocks import find_blocks
 from compressor.capacity import amount, require_memory, require_precision
-from compressor.errors import InputError
-from compressor.hub import MODEL_ALTERNATIVES, Snapshot, open_snapshot, reason_of
+from compressor.errors import InputError, reason_of
+from compressor.hub import MODEL_ALTERNATIVES, Snapshot, open_snapshot
 from compressor.modeling_compressor import METHOD
+from compressor.parsing import read_json
 from compressor.scrutiny import CONFIG_BYTES, compare, refuse_absurd, try_out
 from compressor.sources import SOURCE_ATTRIBUTE, Source
 from compressor.streaming import stream_weights
-from compressor.weights import SINGLE, Shard, find_shards, hash_weights, list_tensors, main_dtype, read_json
+from compressor.weights import SINGLE, Shard, find_shards, hash_weights, list_tensors, main_dtype
 
 DEMO = Path(__file__).parent / "demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

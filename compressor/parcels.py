@@ -14,18 +14,19 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard
 
-from compressor.budget import split_name
 from compressor.card import PICTURE, card
-from compressor.checking import read_record
 from compressor.checkpoint import count_parameters
+from compressor.directories import to_json
 from compressor.errors import InputError
 from compressor.markup import last_part
 from compressor.metadata import list_problems
 from compressor.models import is_compressed, load
-from compressor.origins import is_hub_id
-from compressor.parsing import Malformed, parse_yaml, read_text
-from compressor.saving import RECORD, to_json
-from compressor.weights import INDEX, SINGLE, find_shards, read_json
+from compressor.names import RECORD
+from compressor.network import is_hub_id
+from compressor.parsing import Malformed, parse_yaml, read_json, read_text
+from compressor.record import read_record
+from compressor.text import split_name
+from compressor.weights import INDEX, SINGLE, find_shards
 
 CARD, RECIPE, CODE = "README.md", "recipe.yaml", "modeling_compressor.py"
 REQUIRED = ("config.json", CODE, RECORD)

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from compressor.hub import reason_of
+from compressor.errors import InputError, reason_of
 
 JSON_BYTES = 32 * 2**20  # the index of a model of a hundred thousand tensors has ten megabytes
 YAML_BYTES = 2**17  # twice the largest of lm-eval's tasks; a second or two to read
@@ -137,3 +137,17 @@ def children(value: Any) -> Iterator[Any]:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
             raise Malformed(f"{value[:40]!r} has half a character (a lone surrogate)") from error
+
+
+def read_json(path: Path, model: str, most: int = JSON_BYTES) -> dict[str, Any]:
+    if not path.is_file():
+        adapter = (path.parent / "adapter_config.json").is_file()
+        remedy = "merge the adapter into its base model first" if adapter else "give the directory of a saved model"
+        raise InputError(f"{model} has no {path.name}; {remedy}")
+    try:
+        content = parse_json(path, most)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path.name} of {model} cannot be read: {reason_of(error)}; save the model again") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path.name} of {model} is not a JSON object; save the model again")
+    return content

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
-from compressor.blocks import Block
+from compressor.blocks import Block, placing
+from compressor.cache import digest
 from compressor.modeling_compressor import Replacement, restore, specs, swap
 from compressor.sources import identify
-from compressor.weights import digest
 
 __all__ = ["Originals", "identify_patched", "patch", "patched", "specs", "unpatch"]
 
@@ -62,3 +63,8 @@ def identify_patched(model: Any, replacements: Mapping[int, Replacement]) -> dic
         for index, module in sorted(replacements.items())
     }
     return {**identify(model), "replaced": replaced}
+
+
+def as_stored(module: Replacement, model: Any, block: Block, stored: torch.dtype) -> Replacement:
+    """The module as it can stand in the block's place: rounded to the stored dtype, then as the model computes."""
+    return module.to(stored).to(**placing(model, block))

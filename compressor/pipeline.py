@@ -13,18 +13,19 @@ from compressor.blocks import find_blocks
 from compressor.capacity import require_disk
 from compressor.charting import charts_of
 from compressor.checkpoint import count_parameters
-from compressor.directories import reserved
-from compressor.errors import BudgetError, InputError
+from compressor.directories import reserved, write_json
+from compressor.errors import BudgetError, InputError, reason_of
 from compressor.figures import draw_frontier
-from compressor.hub import reason_of
 from compressor.jobs import Job, Setting, measure_once, open_job, study_of
 from compressor.linearity import describe_profile
 from compressor.modeling_compressor import Replacement
+from compressor.names import RECORD
 from compressor.page import page
 from compressor.patching import identify_patched, patch, patched
 from compressor.planfile import read_plan
 from compressor.planning import Plan, Planner, fit_forms
 from compressor.recipe import Recipe
+from compressor.record import describe_tool
 from compressor.records import (
     describe_assessment,
     describe_budget,
@@ -32,12 +33,11 @@ from compressor.records import (
     describe_source,
     describe_speed,
     describe_text,
-    describe_tool,
     put_replacements,
 )
 from compressor.reporting import agreement_lines, block_table, notes
 from compressor.rereading import TOKENS
-from compressor.saving import RECORD, write_json, write_result
+from compressor.saving import write_result
 from compressor.sources import identify, source_of
 from compressor.studying import Study
 from compressor.text import SPLITS

@@ -5,48 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from compressor.errors import InputError
 from compressor.forms import Form
 from compressor.parsing import Malformed, parse_json
-
-
-class Part(BaseModel):
-    """Keys that nobody asked for are kept: the record is for people too."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-
-class PlannedReplacement(Part):
-    kind: str = Field(pattern="^(keep|linear|lowrank|pruned|hybrid|bias)$")
-    rank: int | None = Field(default=None, ge=0, strict=True)
-    neurons: int | None = Field(default=None, ge=0, strict=True)
-
-
-class PlannedBlock(Part):
-    index: int = Field(ge=0, strict=True)
-    path: str
-    r2_lin: float
-    r2_lin_ci95: tuple[float, float]
-    r2_stream: float
-    effective_rank: float
-    top_row_share: float
-    params_before: int = Field(ge=1, strict=True)
-    params_after: int = Field(ge=1, strict=True)
-    verdict: str = Field(pattern="^(safe|costly|unsafe)$")
-    reason: str
-    replacement: PlannedReplacement
-
-
-class PlannedSource(Part):
-    model: str
-    weights_sha256: str
-
-
-class PlannedBudget(Part):
-    asked: str
-    confidence: float
+from compressor.record import Part, PlannedBlock, PlannedBudget, PlannedReplacement, PlannedSource, list_mistakes
 
 
 class PlannedParameters(Part):
@@ -95,9 +59,3 @@ def read_plan(file: Path) -> tuple[PlanFile, dict[str, Any]]:
         raise InputError(f"plan {file} is not valid JSON: {error}") from error
     except ValidationError as error:
         raise InputError(f"plan {file} is not a plan: {list_mistakes(error)}") from error
-
-
-def list_mistakes(error: ValidationError, most: int = 8) -> str:
-    mistakes = [f"{'.'.join(map(str, m['loc'])) or 'file'}: {m['msg']}" for m in error.errors()]
-    more = f"; and {len(mistakes) - most} more" if len(mistakes) > most else ""
-    return "; ".join(mistakes[:most]) + more

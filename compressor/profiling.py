@@ -12,10 +12,11 @@ from compressor.directories import reserved
 from compressor.jobs import Job, Setting, absolute, measure_once, open_job, open_text, predict_once, study_of
 from compressor.linearity import describe_corpora, describe_profile
 from compressor.markup import last_part
+from compressor.names import PROFILE, UNNAMED
 from compressor.recipe import Recipe
-from compressor.records import describe_tool
-from compressor.saving import PROFILE, save_profile
-from compressor.text import UNNAMED, Text, group
+from compressor.record import describe_tool
+from compressor.saving import save_profile
+from compressor.text import Text, group
 
 
 def profile(recipe: Recipe, models: Sequence[str], setting: Setting, *, write: bool = True) -> dict[str, Any]:

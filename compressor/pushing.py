@@ -14,12 +14,11 @@ from rich.text import Text as Styled
 
 import compressor
 from compressor.capacity import amount
-from compressor.errors import InputError, causes
-from compressor.hub import reason_of, why_unreachable
-from compressor.metadata import is_repo_id
+from compressor.errors import InputError, causes, reason_of
+from compressor.names import RECORD
+from compressor.network import is_repo_id, why_unreachable
 from compressor.parcels import Parcel, is_ours, pack
 from compressor.progress import Progress
-from compressor.saving import RECORD
 
 MAIN = constants.DEFAULT_REVISION
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"

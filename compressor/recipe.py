@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, field_validator
 
-from compressor.budget import Budget, budgets_of, parse_drop, split_name
+from compressor.budget import Budget, budgets_of, parse_drop
 from compressor.errors import InputError
 from compressor.generating import CONTINUATION_TOKENS
 from compressor.parsing import Malformed, parse_yaml
-from compressor.text import CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS
+from compressor.text import CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS, split_name
 
 Count = Annotated[int, Field(strict=True, ge=1)]
 

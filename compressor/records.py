@@ -5,17 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
-import torch
-import transformers
 from torch import Tensor
 
-import compressor
 from compressor.agreement import Agreement
 from compressor.assessing import Assessment, Evaluator
 from compressor.budget import Budget
@@ -23,31 +18,19 @@ from compressor.checkpoint import count_parameters
 from compressor.dissecting import Band, Hurt
 from compressor.evaluating import Evaluation
 from compressor.generating import Talk
+from compressor.llamas import LLAMA_TYPES
 from compressor.modeling_compressor import Replacement
+from compressor.names import UNNAMED
 from compressor.origins import describe_origin
 from compressor.patching import specs
 from compressor.planning import Plan
+from compressor.record import describe_tool
 from compressor.sources import source_of
 from compressor.tasks import Drop, Task
-from compressor.text import SPLITS, UNNAMED, Split, Text
+from compressor.text import SPLITS, Split, Text
 from compressor.timing import Speed
 
-SCHEMA_VERSION = 1
 KEEP = {"kind": "keep", "rank": None, "neurons": None}
-
-
-def describe_tool() -> dict[str, Any]:
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "tool": {"name": "compressor", "version": compressor.__version__},
-        "environment": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            **{name: version(name) for name in ("safetensors", "tokenizers", "lm-eval")},
-            "threads": torch.get_num_threads(),
-        },
-    }
 
 
 def describe_source(model: Any) -> dict[str, Any]:
@@ -58,6 +41,7 @@ def describe_source(model: Any) -> dict[str, Any]:
         "model_type": source.model_type,
         "weights_sha256": source.weights_sha256,
         "dtype": str(source.dtype).removeprefix("torch."),
+        "exports": [*(["gguf", "vllm"] if source.model_type in LLAMA_TYPES else []), "hf-dense", "onnx"],
         "card": describe_origin(source),
     }
 

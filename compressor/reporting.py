@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text as Styled
 
-from compressor.text import UNNAMED
+from compressor.names import UNNAMED
 
 
 def name_replacement(replacement: Mapping[str, Any]) -> str:

@@ -13,10 +13,10 @@ from torch import Tensor
 from compressor.capacity import available_memory
 from compressor.errors import InputError
 from compressor.models import leave_on_disk, load_config, load_weights, quiet
+from compressor.parsing import read_json
 from compressor.progress import Progress
 from compressor.sources import source_of
 from compressor.streaming import device_of, weights_of
-from compressor.weights import read_json
 
 TOKENS = 16
 SPARE = 1.2  # times its weights: the memory that a second copy of a model takes

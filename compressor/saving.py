@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +12,16 @@ from compressor import ranks
 from compressor.card import PICTURE, card
 from compressor.charting import charts_of
 from compressor.checkpoint import write_checkpoint
-from compressor.directories import reserved, sync, whole_directory
-from compressor.errors import InputError, disk_reason
+from compressor.directories import finite, refusing_disk, reserved, whole_directory, write_json
 from compressor.figures import draw
 from compressor.linearity import tables_of
-from compressor.locking import held_directory, sweep
 from compressor.models import quiet
+from compressor.names import PROFILE, RECORD
 from compressor.page import page
 from compressor.progress import Progress
 from compressor.records import describe_model
 from compressor.rereading import first_tokens, verify_written
 from compressor.sources import source_of
-
-RECORD = "compression.json"
-PROFILE = "profile.json"
-EXPORT = "export.json"
 
 
 def save(
@@ -75,18 +66,6 @@ def write_result(
     return target
 
 
-@contextmanager
-def refusing_disk(target: Path) -> Iterator[None]:
-    """A disk that is full, or gone, is one line, whichever library wrote to it."""
-    try:
-        yield
-    except Exception as error:
-        reason = None if isinstance(error, InputError) else disk_reason(error)
-        if reason is None:
-            raise
-        raise InputError(f"--out {target} cannot be written: {reason}; nothing was kept") from error
-
-
 def save_profile(report: dict[str, Any], target: Path) -> Path:
     """The report of a profile as a directory: the page, the figures, and the numbers as JSON and CSV."""
     if ranks.rank() > 0:
@@ -115,28 +94,3 @@ def write_csv(file: Path, rows: list[dict[str, Any]]) -> None:
         writer = csv.DictWriter(stream, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(finite(row) for row in rows)
-
-
-def write_json(file: Path, value: Any) -> None:
-    """Write valid JSON in one step: infinite and undefined numbers become null."""
-    if ranks.rank() > 0:
-        return
-    prefix = f".{file.name}.partial-"
-    sweep(file.absolute().parent, prefix)
-    with held_directory(file.absolute().parent, prefix) as folder:
-        partial = folder / file.name
-        partial.write_text(to_json(value) + "\n", encoding="utf-8")
-        sync(partial)
-        partial.replace(file)
-
-
-def to_json(value: Any) -> str:
-    return json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
-
-
-def finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value

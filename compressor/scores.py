@@ -10,11 +10,11 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
-from compressor.budget import split_name
 from compressor.errors import shorten, visible
 from compressor.markup import last_part
-from compressor.metadata import DATASET
-from compressor.text import HUB_SPLITS, HUB_TEXTS, UNNAMED
+from compressor.names import HUB_SPLITS, HUB_TEXTS, UNNAMED
+from compressor.origins import DATASET
+from compressor.text import split_name
 
 TASK = "text-generation"
 # What is not on the Hub is called as `datasets` calls files of its kind; a name of its own might be somebody's there.

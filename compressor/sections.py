@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from compressor import charting
 from compressor.charts import Chart
-from compressor.linearity import flat, profiles_of
 from compressor.markup import NOTHING, Html, Record, e, join, last_part, num, percent, records, some, table, titled
 from compressor.plots import plot
+from compressor.record import flat, profiles_of
 from compressor.summarising import answer, finding_lines
 from compressor.summarising import listed as block_numbers
 

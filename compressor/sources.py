@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from compressor.cache import digest
 from compressor.streaming import device_of
-from compressor.weights import digest
 
 SOURCE_ATTRIBUTE = "compressor_source"
 

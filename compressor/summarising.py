@@ -8,8 +8,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text as Styled
 
-from compressor.linearity import profiles_of, verdict_counts
 from compressor.markup import last_part, num, percent
+from compressor.record import profiles_of, verdict_counts
 from compressor.reporting import notes
 
 Record = Mapping[str, Any]

@@ -19,10 +19,9 @@ from compressor.blocks import Block, Rows, watch
 from compressor.cache import Cache
 from compressor.checkpoint import count_parameters
 from compressor.evaluating import Evaluation, Losses, compare, evaluate, has_plain_head, logits_batch
-from compressor.fitting import settle
 from compressor.modeling_compressor import Replacement
 from compressor.moments import ACCUMULATION_DTYPE
-from compressor.patching import patched
+from compressor.patching import as_stored, patched
 from compressor.profiles import BlockProfile, Profile
 from compressor.progress import Progress
 from compressor.sources import identify, source_of
@@ -215,4 +214,4 @@ def linear_module(model: Any, p: BlockProfile, stored: torch.dtype) -> Replaceme
         linear = p.linear
         module.weight.copy_(linear.weight.T)
         module.bias.copy_(linear.bias)
-    return settle(module, model, p.block, stored)
+    return as_stored(module, model, p.block, stored)

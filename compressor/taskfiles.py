@@ -18,8 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from compressor.errors import InputError
-from compressor.hub import reason_of, why_unreachable
+from compressor.errors import InputError, reason_of
+from compressor.network import why_unreachable
 from compressor.parsing import Malformed, PlainLoader, parse_yaml
 
 BUILT_IN = Path(__file__).parent / "demo" / "tasks"

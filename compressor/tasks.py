@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.errors import InputError
+from compressor.errors import InputError, reason_of
 from compressor.evaluating import interval_of, logits_batch, resampled_means
-from compressor.hub import reason_of, why_unreachable
 from compressor.models import quiet
+from compressor.network import why_unreachable
 from compressor.progress import Progress
 from compressor.sources import context_of
 from compressor.streaming import device_of

@@ -38,7 +38,7 @@ def emit(report: dict[str, Any], as_json: bool, lines: list[str], table: Table |
     if not first:
         return
     if as_json:
-        from compressor.saving import to_json
+        from compressor.directories import to_json
 
         print(UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", to_json(report)))
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,18 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.budget import split_name
-from compressor.errors import InputError
-from compressor.hub import reason_of, why_unreachable
+from compressor.errors import InputError, reason_of
+from compressor.names import HUB_SPLITS, HUB_TEXTS, UNNAMED
+from compressor.network import why_unreachable
+
+NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.:-]+)=(?P<rest>.*)", re.DOTALL)
 
 DEMO_TEXT = Path(__file__).parent / "demo" / "text"
-HUB_TEXTS = {"wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
 TEXT_ALTERNATIVES = "use --text PATH for a local file, or --text demo for the built-in text"
 SPLITS = ("calibration", "selection", "verification")
-HUB_SPLITS = ("train", "validation", "test")
 CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS = 24_576, 8_192, 16_384
 HELD_OUT_EVERY = 5  # every fifth calibration window is held out of the fit: it chooses ridges and measures R²
-UNNAMED = "text"  # all texts that the user gave no name
 PIECE = 1_000_000  # characters tokenised at a time
 CHARACTERS_PER_TOKEN = 64  # a text longer than this per wanted token is thinned before it is tokenised
 
@@ -274,3 +274,9 @@ def cut(text: str, tokenizer: Any, seq_len: int, prefix: list[int]) -> Tensor:
 
 def batches(windows: Tensor, size: int) -> list[Tensor]:
     return [windows[start : start + size] for start in range(0, len(windows), size)]
+
+
+def split_name(word: str) -> tuple[str | None, str]:
+    """`name=value` → (name, value); a word without a name → (None, word)."""
+    match = NAMED.fullmatch(word)
+    return (match["name"], match["rest"]) if match else (None, word)

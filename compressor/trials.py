@@ -17,10 +17,11 @@ from compressor.fitting import Fitter
 from compressor.forms import Form, Forms, name_all
 from compressor.frontier import Option
 from compressor.modeling_compressor import Replacement
+from compressor.names import UNNAMED
 from compressor.patching import patched
 from compressor.progress import Progress
 from compressor.statistics import Statistics
-from compressor.text import UNNAMED, Split, Text
+from compressor.text import Split, Text
 from compressor.timing import slower
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from compressor.errors import InputError
-from compressor.hub import Snapshot, add_files, reason_of
-from compressor.parsing import JSON_BYTES, parse_json, unique
+from compressor.cache import bytes_of, digest
+from compressor.errors import InputError, reason_of
+from compressor.hub import Snapshot, add_files
+from compressor.parsing import read_json, unique
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -28,20 +28,6 @@ SAFETENSORS_DTYPES = {  # in the order in which safetensors lays tensors out
     **{"I16": torch.int16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8},
     **{"U8": torch.uint8, "BOOL": torch.bool},
 }
-
-
-def read_json(path: Path, model: str, most: int = JSON_BYTES) -> dict[str, Any]:
-    if not path.is_file():
-        adapter = (path.parent / "adapter_config.json").is_file()
-        remedy = "merge the adapter into its base model first" if adapter else "give the directory of a saved model"
-        raise InputError(f"{model} has no {path.name}; {remedy}")
-    try:
-        content = parse_json(path, most)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path.name} of {model} cannot be read: {reason_of(error)}; save the model again") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path.name} of {model} is not a JSON object; save the model again")
-    return content
 
 
 def find_shards(directory: Path, model: str, snapshot: Snapshot | None) -> list[Path]:
@@ -212,21 +198,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], read: Callable[[str],
             file.write(bytes_of(tensor))
 
 
-def bytes_of(tensor: Tensor) -> Any:
-    """A view of the tensor's bytes."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
 def read_tensors(place: dict[str, Path]) -> Iterator[tuple[str, Tensor]]:
     shards = {path: Shard(path) for path in set(place.values())}
     for name in sorted(place):
         yield name, shards[place[name]].read(name)
-
-
-def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 of named tensors in the given order, one tensor in memory at a time."""
-    sha = hashlib.sha256()
-    for name, tensor in tensors:
-        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        sha.update(bytes_of(tensor))
-    return sha.hexdigest()

@@ -24,8 +24,9 @@ from zoo import save_tiny, tiny_tokenizer
 import compressor
 from compressor import card as cards
 from compressor import origins
-from compressor.metadata import carry_over, list_problems, read_front_matter
+from compressor.metadata import list_problems
 from compressor.models import DEMO
+from compressor.origins import carry_over, read_front_matter
 from compressor.scores import list_scores, slug
 from compressor.sources import Source, source_of
 
@@ -104,7 +105,7 @@ def test_its_examples_run(compressed: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_way_out_depends_on_the_architecture(record: dict[str, Any]) -> None:
-    assert "--to gguf --out model.gguf" in cards.card(with_source(record, model_type="llama"))
+    assert "--to gguf --out model.gguf" in cards.card(with_source(record, model_type="llama", exports=["gguf"]))
 
 
 def test_where_it_stands_is_in_its_examples(record: dict[str, Any]) -> None:

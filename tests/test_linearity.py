@@ -14,11 +14,12 @@ from zoo import FAMILIES, WIDTH, tiny_model
 from compressor.blocks import find_blocks
 from compressor.cache import Cache
 from compressor.evaluating import Evaluation
-from compressor.linearity import describe_corpora, describe_shape, flat, ladder_ranks, name_rows, pearson
+from compressor.linearity import describe_corpora, describe_shape, ladder_ranks, name_rows, pearson
 from compressor.measuring import measure
 from compressor.probing import sample_rows
 from compressor.profiles import BlockProfile
 from compressor.progress import Progress
+from compressor.record import flat
 from compressor.sensitivity import Damage
 from compressor.summarising import listed
 from compressor.verdicts import judge
