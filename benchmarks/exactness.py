@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import compressor
-from compressor.blocks import Block, Rows, body, find_blocks, watch
-from compressor.regression import ROUNDING_ULPS
+from compressor.measure.regression import ROUNDING_ULPS
+from compressor.models.blocks import Block, Rows, body, find_blocks, watch
 from compressor.text import batches
 
 BLOCKS_AT_ONCE = 10  # raw rows of this many blocks are in memory together

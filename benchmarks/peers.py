@@ -32,18 +32,18 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers.pytorch_utils import Conv1D
 
 import compressor
-from compressor.blocks import Block, find_blocks
-from compressor.budget import Budget
-from compressor.cache import Cache
-from compressor.checkpoint import count_parameters
-from compressor.evaluating import evaluate
-from compressor.measuring import measure
-from compressor.names import UNNAMED
-from compressor.patching import patch
-from compressor.planning import Planner
-from compressor.progress import Progress
+from compressor.evaluate.budget import Budget
+from compressor.evaluate.perplexity import evaluate
+from compressor.measure.profile import measure
+from compressor.models.blocks import Block, find_blocks
+from compressor.patch.checkpoint import count_parameters
+from compressor.patch.tree import patch
+from compressor.plan.search import Planner
+from compressor.plan.trials import Bench
+from compressor.runtime.cache import Cache
+from compressor.runtime.names import UNNAMED
+from compressor.runtime.progress import Progress
 from compressor.text import Split, Text
-from compressor.trials import Bench
 
 BATCH = 8
 RIDGE = 1e-8  # of the mean diagonal: keeps a Gram matrix invertible

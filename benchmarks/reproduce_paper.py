@@ -30,15 +30,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from compressor.cache import Cache, default_directory
-from compressor.errors import InputError
-from compressor.jobs import Setting
-from compressor.linearity import number
-from compressor.markup import last_part
-from compressor.models import load
-from compressor.profiling import profile
-from compressor.progress import Progress
-from compressor.recipe import validate
+from compressor.models.load import load_model
+from compressor.pipelines.describe_profile import number
+from compressor.pipelines.job import Setting
+from compressor.pipelines.profile import profile
+from compressor.pipelines.recipe import validate
+from compressor.report.markup import last_part
+from compressor.runtime.cache import Cache, default_directory
+from compressor.runtime.errors import InputError
+from compressor.runtime.progress import Progress
 
 Report = dict[str, Any]
 
@@ -150,7 +150,7 @@ CLAIMS = (
 
 def untrained(model: str, folder: Path, trust: bool = False) -> Path:
     """The same configuration with random weights, and the same tokenizer."""
-    loaded, tokenizer = load(model, trust_remote_code=trust)
+    loaded, tokenizer = load_model(model, trust_remote_code=trust)
     place = folder / f"{last_part(model)}-untrained"
     torch.manual_seed(0)
     config = AutoConfig.for_model(**{**loaded.config.to_dict(), "dtype": "float32"})
@@ -160,7 +160,7 @@ def untrained(model: str, folder: Path, trust: bool = False) -> Path:
 
 
 def activation(model: str) -> str:
-    config = load(model)[0].config.get_text_config()
+    config = load_model(model)[0].config.get_text_config()
     names = ("hidden_act", "activation_function", "hidden_activation")
     return str(next((getattr(config, n) for n in names if getattr(config, n, None)), "unknown"))
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 import compressor
-from compressor.gguf_files import DTYPES, MULTIPLE, write_gguf
-from compressor.llamacpp import Runner, Settings
-from compressor.llamas import as_llama
+from compressor.export.gguf import DTYPES, MULTIPLE, write_gguf
+from compressor.export.llama import as_llama
+from compressor.export.llamacpp import Runner, Settings
 
 Clock = Callable[[], tuple[float, float]]
 Figures = dict[str, tuple[float, float]]  # (original, compressed) tokens per second

@@ -13,42 +13,39 @@ Importing the package is enough for `from_pretrained` to load compressed checkpo
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from compressor.registration import register_when_transformers_loads
+from compressor.runtime.lazy import offer
 
 if TYPE_CHECKING:
-    from compressor.evaluating import evaluate
-    from compressor.exporting import export
-    from compressor.forms import Form
-    from compressor.measuring import measure
-    from compressor.models import load
-    from compressor.planning import apply, plan
-    from compressor.pushing import push
-    from compressor.saving import save
+    from compressor.evaluate.perplexity import evaluate
+    from compressor.export.exporter import export
+    from compressor.export.hub import push
+    from compressor.measure.profile import measure
+    from compressor.models.load import load_model as load
+    from compressor.pipelines.outputs import save
+    from compressor.plan.search import apply, plan
+    from compressor.plan.shapes import Form
     from compressor.text import load_text
 
 __version__ = "0.1.0"
 __all__ = ["Form", "__version__", "apply", "evaluate", "export", "load", "load_text", "measure", "plan", "push", "save"]
 
-_HOMES = {
-    "Form": "compressor.forms",
-    "apply": "compressor.planning",
-    "evaluate": "compressor.evaluating",
-    "export": "compressor.exporting",
-    "load": "compressor.models",
-    "load_text": "compressor.text",
-    "measure": "compressor.measuring",
-    "plan": "compressor.planning",
-    "push": "compressor.pushing",
-    "save": "compressor.saving",
-}
-
 register_when_transformers_loads()
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'compressor' has no attribute {name!r}")
+# `evaluate`, `export`, `measure` and `plan` are rooms that can be called.
+offer(
+    __name__,
+    {
+        "Form": "plan.shapes",
+        "apply": "plan.search",
+        "evaluate": "evaluate",
+        "export": "export",
+        "load": "models.load:load_model",
+        "load_text": "text",
+        "measure": "measure",
+        "plan": "plan",
+        "push": "export.hub",
+        "save": "pipelines.outputs",
+    },
+)

@@ -1,7 +1,7 @@
 """`python -m compressor` is `compress`."""
 
-from compressor.cli import main
-from compressor.interrupting import leaving_at_once
+from compressor.cli.app import main
+from compressor.runtime.interrupts import leaving_at_once
 
 
 def run() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.errors import InputError, reason_of
-from compressor.names import HUB_SPLITS, HUB_TEXTS, UNNAMED
-from compressor.network import why_unreachable
-
-NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.:-]+)=(?P<rest>.*)", re.DOTALL)
+from compressor.runtime.errors import InputError, reason_of
+from compressor.runtime.names import HUB_SPLITS, HUB_TEXTS, UNNAMED, split_name
+from compressor.runtime.network import why_unreachable
 
 DEMO_TEXT = Path(__file__).parent / "demo" / "text"
 TEXT_ALTERNATIVES = "use --text PATH for a local file, or --text demo for the built-in text"
@@ -274,9 +271,3 @@ def cut(text: str, tokenizer: Any, seq_len: int, prefix: list[int]) -> Tensor:
 
 def batches(windows: Tensor, size: int) -> list[Tensor]:
     return [windows[start : start + size] for start in range(0, len(windows), size)]
-
-
-def split_name(word: str) -> tuple[str | None, str]:
-    """`name=value` → (name, value); a word without a name → (None, word)."""
-    match = NAMED.fullmatch(word)
-    return (match["name"], match["rest"]) if match else (None, word)

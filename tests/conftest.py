@@ -19,7 +19,7 @@ import pytest
 import torch
 from zoo import TEXT, save_tiny
 
-from compressor import cli
+from compressor.cli import app as cli
 
 SMALL = ["--seq-len", "32", "--calib-tokens", "4000", "--select-tokens", "1000", "--verify-tokens", "2000"]
 

@@ -1,141 +1,67 @@
-"""The shape of the code: one direction of imports, mathematics apart, quick to start."""
+"""The shape of the code: one direction of imports, mathematics apart, small modules."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "compressor"
-# Each module may import those before it, never those after it.
-ORDER = [
-    "errors",
-    "modeling_compressor",
-    "names",
-    "charts",
-    "hovering",
-    "forms",
-    "moments",
-    "registration",
-    "options",
-    "configuration_decilm",
-    "words",
-    "capacity",
-    "progress",
-    "parsing",
-    "llamacpp",
-    "ranks",
-    "interrupting",
-    "network",
-    "reporting",
-    "scales",
-    "frontier",
-    "regression",
-    "vocabulary",
-    "ending",
-    "locking",
-    "text",
-    "hub",
-    "taskfiles",
-    "markup",
-    "record",
-    "layout",
-    "subsets",
-    "directories",
-    "budget",
-    "planfile",
-    "charting",
-    "summarising",
-    "plots",
-    "figures",
-    "terminal",
-    "cache",
-    "sections",
-    "weights",
-    "page",
-    "streaming",
-    "scrutiny",
-    "blocks",
-    "checkpoint",
-    "sources",
-    "neurons",
-    "profiles",
-    "stream",
-    "models",
-    "patching",
-    "folding",
-    "evaluating",
-    "measuring",
-    "probing",
-    "origins",
-    "rereading",
-    "timing",
-    "stock",
-    "sweeping",
-    "tasks",
-    "sensitivity",
-    "dissecting",
-    "generating",
-    "crossing",
-    "metadata",
-    "scores",
-    "llamas",
-    "onnx_files",
-    "verdicts",
-    "surveying",
-    "recipe",
-    "assessing",
-    "card",
-    "decilm",
-    "gguf_files",
-    "exports",
-    "studying",
-    "statistics",
-    "baseline",
-    "parcels",
-    "announcing",
-    "leaflets",
-    "jobs",
-    "fitting",
-    "pushing",
-    "exporting",
-    "agreement",
-    "delivery",
-    "trials",
-    "planning",
-    "records",
-    "walkback",
-    "linearity",
-    "checking",
-    "saving",
-    "pipeline",
-    "profiling",
+# A room imports only from those to its right.
+ROOMS = [
     "cli",
-    "__main__",
+    "pipelines",
+    "export",
+    "report",
+    "plan",
+    "measure",
+    "evaluate",
+    "patch",
+    "models",
+    "text",
+    "modeling_compressor",
+    "runtime",
 ]
+MAY = {"report": {"runtime"}, "export": {"report", "patch", "models", "text", "modeling_compressor", "runtime"}}
+MAY |= {"text": {"runtime"}, "modeling_compressor": set()}
 
 
 def imports(file: Path) -> set[str]:
-    """The package's modules that a file imports, at the top or inside a function."""
+    """The modules of this package that a file imports, at the top or inside a function, as `room.module`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "compressor":
-            names = [alias.name for alias in node.names] if node.module == "compressor" else [node.module.split(".")[1]]
-            found |= {name for name in names if (PACKAGE / f"{name}.py").exists()}
+            whole = [f"{node.module}.{alias.name}" for alias in node.names] if node.module.count(".") < 2 else []
+            found |= {path.removeprefix("compressor.") for path in whole or [node.module]}
     return found
 
 
-def test_imports_point_one_way() -> None:
-    assert sorted(ORDER) == sorted(file.stem for file in PACKAGE.glob("*.py") if file.stem != "__init__")
-    for name in ORDER:
-        later = imports(PACKAGE / f"{name}.py") & set(ORDER[ORDER.index(name) :])
-        assert not later, f"{name} imports {later}, which come after it"
+def test_rooms_import_one_way() -> None:
+    for place, room in enumerate(ROOMS):
+        files = [PACKAGE / f"{room}.py"] if (PACKAGE / f"{room}.py").exists() else (PACKAGE / room).rglob("*.py")
+        for file in files:
+            used = {path.split(".")[0] for path in imports(file)} & set(ROOMS) - {room}
+            assert used <= MAY.get(room, set(ROOMS[place + 1 :])), f"{file} imports {used}"
+
+
+def test_the_top_level_holds_the_rooms_and_little_else() -> None:
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    modules = {path.stem for path in PACKAGE.glob("*.py")}
+    assert folders | modules - {"__init__", "__main__", "registration"} == {*ROOMS, "demo"}
+
+
+def test_the_patcher_pulls_in_no_planner() -> None:
+    code = "import sys, compressor.patch.tree; print(*(m for m in sys.modules if m.startswith('compressor.')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    rooms = {name.split(".")[1] for name in done.stdout.split()}
+    assert rooms <= {"patch", "models", "text", "modeling_compressor", "runtime", "registration"}
 
 
 def test_the_mathematics_knows_nothing_of_transformers() -> None:
-    for name in ("moments", "regression"):
-        source = (PACKAGE / f"{name}.py").read_text(encoding="utf-8")
-        assert "transformers" not in source
-        assert imports(PACKAGE / f"{name}.py") <= {"moments"}
+    for file in ("measure/moments.py", "measure/regression.py", "plan/selection.py"):
+        assert "transformers" not in (PACKAGE / file).read_text(encoding="utf-8")
+        assert imports(PACKAGE / file) <= {"measure.moments", "measure.regression"}
 
 
 def test_the_copied_file_is_self_contained() -> None:
@@ -145,6 +71,7 @@ def test_the_copied_file_is_self_contained() -> None:
     assert roots & {"torch", "transformers"} == {"torch", "transformers"}
 
 
-def test_no_module_is_over_500_lines() -> None:
-    for file in PACKAGE.glob("*.py"):
-        assert len(file.read_text(encoding="utf-8").splitlines()) <= 500, file.name
+def test_no_module_is_over_500_lines_and_most_are_under_200() -> None:
+    sizes = sorted(len(file.read_text(encoding="utf-8").splitlines()) for file in PACKAGE.rglob("*.py"))
+    assert sizes[-1] <= 500
+    assert sizes[len(sizes) // 2] < 200

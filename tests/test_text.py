@@ -19,7 +19,7 @@ from torch import Tensor
 from zoo import tiny_tokenizer
 
 from compressor import text as texts
-from compressor.errors import InputError
+from compressor.runtime.errors import InputError
 from compressor.text import CHARACTERS_PER_TOKEN, Text, bos_prefix, cut, load_text, thin
 
 SIZES = {"seq_len": 16, "calib_tokens": 800, "select_tokens": 160, "verify_tokens": 320}

@@ -11,12 +11,12 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
-from compressor.blocks import find_blocks
-from compressor.checkpoint import write_checkpoint
-from compressor.forms import Form
 from compressor.modeling_compressor import Replacement
-from compressor.neurons import find_neurons
-from compressor.patching import patch
+from compressor.models.blocks import find_blocks
+from compressor.models.neurons import find_neurons
+from compressor.patch.checkpoint import write_checkpoint
+from compressor.patch.tree import patch
+from compressor.plan.shapes import Form
 
 VOCAB = 300
 WIDTH = 32

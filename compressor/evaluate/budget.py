@@ -1,0 +1,90 @@
+"""The promise: the largest rise in perplexity and fall in task scores that the user accepts, and how sure to be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from compressor.runtime.errors import InputError
+from compressor.runtime.names import split_name
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A rise in perplexity, absolute or as a percentage of the baseline; `confidence` 0 takes the point estimate."""
+
+    amount: float
+    percent: bool = False
+    confidence: float = 0.95
+
+    @classmethod
+    def parse(cls, text: str | float, confidence: float = 0.95) -> Budget:
+        word = str(text).strip()
+        percent = word.endswith("%")
+        try:
+            amount = float(word.removesuffix("%"))
+        except ValueError:
+            raise InputError(f"--max-dppl must be a number or a percentage, got {word!r}; try 1.0 or 2%") from None
+        if not math.isfinite(amount) or amount <= 0:
+            raise InputError(f"--max-dppl must be positive and finite, got {word}; try --max-dppl 1.0")
+        if not 0 <= confidence < 1:
+            raise InputError(f"--confidence must be at least 0 and below 1, got {confidence}; try --confidence 0.95")
+        return cls(amount, percent, confidence)
+
+    def dppl(self, baseline: float) -> float:
+        """The rise in perplexity that this budget allows on a text of that baseline."""
+        return baseline * self.amount / 100 if self.percent else self.amount
+
+    def __str__(self) -> str:
+        digits = repr(self.amount).removesuffix(".0")  # all of them: the record is read back
+        return f"{digits}%" if self.percent else digits
+
+
+def parse_drop(text: str | float) -> float:
+    """The largest fall of a task's score: a fraction of 1, such as 0.01 for one point of a hundred."""
+    word = str(text).strip()
+    try:
+        drop = float(word.removesuffix("%")) / (100 if word.endswith("%") else 1)
+    except ValueError:
+        raise InputError(f"--max-task-drop must be a number, got {word!r}; try --max-task-drop 0.01") from None
+    if not math.isfinite(drop) or not 0 <= drop <= 1:
+        raise InputError(f"--max-task-drop must be between 0 and 1, got {word}; try --max-task-drop 0.01")
+    return drop
+
+
+def by_name(option: str, words: Iterable[str], names: Iterable[str], what: str) -> dict[str | None, str]:
+    """`name=value` words by name, a value without a name under None. A name that nobody knows is refused."""
+    known = list(dict.fromkeys(names))
+    given: dict[str | None, str] = {}
+    for word in words:
+        name, value = split_name(word)
+        if name is not None and name not in known:
+            hint = f"; name one with --text {name}=FILE" if what == "text" else ""
+            raise InputError(
+                f"{option} {word}: there is no {what} {name!r} (known: {', '.join(known) or 'none'}){hint}"
+            )
+        if name in given:
+            raise InputError(f"{option} is given twice{f' for {what} {name}' if name else ''}; give it once")
+        given[name] = value
+    return given
+
+
+def budgets_of(words: Iterable[str], texts: Iterable[str], confidence: float) -> dict[str, Budget]:
+    """The budget of every text. A text without one is refused: it must not get worse in silence."""
+    texts = list(texts)
+    given = by_name("--max-dppl", words, texts, "text")
+    for name in texts:
+        if not given.get(name, given.get(None)):
+            raise InputError(f"text {name!r} has no budget; add --max-dppl {name}=1.0, or --max-dppl 1.0 for all")
+    return {name: Budget.parse(given.get(name, given.get(None, "")), confidence) for name in texts}
+
+
+def drops_of(words: Iterable[str], aliases: Mapping[str, Iterable[str]]) -> dict[str, float | None]:
+    """The largest drop of every task (None: only reported). `aliases`: what else the user may call a task."""
+    known = {task: [task, *names] for task, names in aliases.items()}
+    given = by_name("--max-task-drop", words, [name for names in known.values() for name in names], "task")
+    found = {
+        task: next((given[name] for name in [*names, None] if name in given), None) for task, names in known.items()
+    }
+    return {task: None if word is None else parse_drop(word) for task, word in found.items()}

@@ -1,0 +1,120 @@
+"""A replacement as an ordinary feed-forward block, for runtimes that know no other: y = outer·act(inner x) + bias, or
+with a gate outer·(act(gate x)·(inner x)) + bias.
+
+It is exact. Without a gate, act(z) − act(−z) = z for every activation of the form z·s(z) with s(z) + s(−z) = 1 (silu,
+all gelus, relu): a linear map of rank r takes 2r neurons. A gate whose weight is zero and whose bias is large is the
+same number for every input, so the neuron is linear: a map of rank r takes r of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.activations import ACT2FN
+
+from compressor.modeling_compressor import Replacement
+from compressor.models.neurons import Neurons
+from compressor.runtime.errors import InputError
+
+# The bias of such a gate. Every activation is the same power of two there in every precision: dividing by it is exact.
+# Dividing before the gate multiplies keeps the numbers between as large as they were.
+GATE = 32.0
+GRID = torch.linspace(-8, 8, 257, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Ordinary:
+    """The matrices of an ordinary block, all as [outputs, inputs]; a bias of None is zero."""
+
+    activation: str
+    inner: Tensor
+    outer: Tensor
+    gate: Tensor | None = None
+    inner_bias: Tensor | None = None
+    gate_bias: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def neurons(self) -> int:
+        return len(self.inner)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        act = ACT2FN[self.activation]
+        rows = functional.linear(x, self.inner, self.inner_bias)
+        rows = act(rows) if self.gate is None else act(functional.linear(x, self.gate, self.gate_bias)) * rows
+        return functional.linear(rows, self.outer, self.bias)
+
+    def padded(self, neurons: int) -> Ordinary:
+        """With neurons of zeros up to this number: they add nothing."""
+        more = neurons - self.neurons
+        rows: dict[str, Any] = {
+            name: functional.pad(tensor, (0, 0, 0, more) if tensor.ndim == 2 else (0, more))
+            for name in ("inner", "gate", "inner_bias", "gate_bias")
+            if (tensor := getattr(self, name)) is not None
+        }
+        return replace(self, outer=functional.pad(self.outer, (0, more)), **rows) if more else self
+
+
+def ordinary(neurons: Neurons) -> Ordinary:
+    """A block that was not replaced, as it is."""
+    return Ordinary(neurons.activation, outer=neurons.outer.T, bias=neurons.outer_matrix.bias, **neurons.matrices())
+
+
+def neurons_needed(module: Replacement, gated: bool) -> int:
+    """How many neurons an ordinary block takes to compute what this replacement computes."""
+    rank = module.width if module.rank is None else module.rank
+    return module.neurons + rank * (1 if gated else 2)
+
+
+@torch.no_grad()
+def fold(module: Replacement, activation: str, gated: bool) -> Ordinary:
+    """The ordinary block with this activation that computes what the replacement computes."""
+    refuse_other_neurons(module, activation, gated)
+    rank_rows, columns = linear_part(module)
+    parts: dict[str, list[Tensor]] = {"inner": [rank_rows], "outer": [columns]}
+    if gated:
+        parts["gate"] = [torch.zeros_like(rank_rows)]
+        parts["inner_bias"] = [rank_rows.new_zeros(len(rank_rows))]
+        parts["gate_bias"] = [rank_rows.new_full((len(rank_rows),), GATE)]
+        parts["inner"] = [rank_rows / ACT2FN[activation](torch.tensor(GATE)).item()]
+    else:
+        parts["inner"].append(-rank_rows)
+        parts["outer"].append(-columns)
+        parts["inner_bias"] = [rank_rows.new_zeros(2 * len(rank_rows))]
+        if len(rank_rows) and not splits(activation):
+            raise InputError(f"{activation}(z) − {activation}(−z) is not z, so no ordinary block computes a linear map")
+    if module.neurons:
+        for name in parts:
+            kept = getattr(module, name, None)
+            parts[name].insert(0, module.bias.new_zeros(module.neurons) if kept is None else kept.detach())
+    joined = {name: torch.cat(tensors, dim=int(name == "outer")) for name, tensors in parts.items()}
+    return Ordinary(activation, bias=module.bias.detach(), **joined)
+
+
+def refuse_other_neurons(module: Replacement, activation: str, gated: bool) -> None:
+    """The kept neurons must be those that the target's blocks are made of."""
+    if not module.neurons:
+        return
+    own, other = (ACT2FN[str(name)](GRID) for name in (module.activation, activation))
+    if module.gated != gated or not torch.allclose(own, other, atol=1e-6):  # some have several names
+        kinds = [f"{'gated ' * gate}{act}" for act, gate in ((module.activation, module.gated), (activation, gated))]
+        raise InputError(f"its kept neurons are {kinds[0]}, and the target's blocks are {kinds[1]}")
+
+
+def linear_part(module: Replacement) -> tuple[Tensor, Tensor]:
+    """The replacement's linear map as two matrices: rows [rank, width] and columns [width, rank]."""
+    if module.rank is None:
+        return module.weight.detach(), torch.eye(module.width, dtype=module.bias.dtype, device=module.bias.device)
+    if module.rank == 0:
+        return module.bias.new_zeros(0, module.width).detach(), module.bias.new_zeros(module.width, 0).detach()
+    return module.down.detach(), module.up.detach()
+
+
+def splits(activation: str) -> bool:
+    """Whether act(z) − act(−z) = z."""
+    act = ACT2FN[activation]
+    return torch.allclose(act(GRID) - act(-GRID), GRID, rtol=1e-12, atol=1e-12)

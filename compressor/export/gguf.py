@@ -1,0 +1,135 @@
+"""A compressed Llama-type model as one GGUF file for llama.cpp.
+
+The architecture is `deci`: Llama with a width of its own for every feed-forward block, and optional biases. A width of
+zero would make llama.cpp skip the layer's attention too, so a block always keeps a few neurons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compressor.export.gguf_tokenizer import add_vocabulary
+from compressor.export.llama import Llama, block_widths
+from compressor.runtime.errors import InputError
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+DTYPES = ("f32", "f16", "bf16", "q8_0")
+MULTIPLE = 32  # neurons: what q8_0 counts in, and what every backend computes quickly
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{letter}_proj": f"attn_{letter}" for letter in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+
+
+def refuse_activation(llama: Llama) -> None:
+    if llama.layout.activation != "silu":
+        raise InputError(f"the gate of its blocks is a {llama.layout.activation}, and llama.cpp's `deci` has only silu")
+
+
+def write_gguf(llama: Llama, tokenizer: Any, file: Path, dtype: str, name: str) -> list[str]:
+    """Write the file; its blocks keep the widths they have in the model. Returns what a user should know of it."""
+    import gguf
+
+    refuse_activation(llama)
+    writer = gguf.GGUFWriter(file, "deci")
+    writer.add_name(name_for(name, tokenizer))
+    kinds = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+    writer.add_file_type(gguf.LlamaFileType[kinds[dtype]])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    add_shape(writer, llama.model)
+    notes = add_vocabulary(writer, tokenizer, llama.model.config.vocab_size, llama.model.generation_config)
+    tensors = [(name, tensor, kind_of(tensor, dtype)) for name, tensor in named_tensors(llama.model)]
+    for name, tensor, kind in tensors:
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.numel() // block * size, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for _, tensor, kind in tensors:  # one after the other: the file is never in memory as a whole
+        writer.write_tensor_data(gguf.quants.quantize(tensor.float().contiguous().numpy(), kind))
+    writer.close()
+    return notes
+
+
+def name_for(name: str, tokenizer: Any) -> str:
+    """The model's name. One that sounds like Phi-3 makes llama.cpp look for tokens of Phi-3, and stop without them."""
+    sounds = any(sound in name.lower() for sound in ("phi-3", "phi3"))
+    return "compressed" if sounds and {"<unk>", "<s>", "<|endoftext|>"} - set(tokenizer.get_vocab()) else name
+
+
+def add_shape(writer: GGUFWriter, model: Any) -> None:
+    """The sizes of the model, as llama.cpp names them."""
+    config = model.config
+    layers = config.num_hidden_layers
+    writer.add_block_count(layers)
+    writer.add_context_length(context_of(config))
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_feed_forward_length(block_widths(model))
+    writer.add_head_count([config.num_attention_heads] * layers)
+    writer.add_head_count_kv([config.num_key_value_heads] * layers)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+
+
+def context_of(config: Any) -> int:
+    """How many tokens the file is right for: rotations that change with the length are kept as they begin."""
+    rope = config.rope_parameters
+    if rope["rope_type"] == "longrope":
+        return int(rope["original_max_position_embeddings"])
+    return int(config.max_position_embeddings)
+
+
+def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor by its GGUF name. Biases of zeros are left out; so are rotations that are not scaled."""
+    config, rotations = model.config, model.model.rotary_emb
+    rope = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    factors = config.rope_parameters["rope_theta"] ** -rope / rotations.inv_freq.double()
+    if (factors - 1).abs().max() > 1e-6:  # llama.cpp divides by them
+        yield "rope_freqs.weight", factors.float()
+    tied = config.tie_word_embeddings
+    for path, tensor in model.state_dict().items():
+        if path.startswith("lm_head.") and tied:
+            continue
+        if path.endswith("_proj.bias") and not tensor.any():
+            continue
+        owner, _, kind = path.rpartition(".")
+        if ".q_proj" in path:  # a scale of the rotations is one of queries times keys
+            tensor = paired(tensor, config.head_dim) * rotations.attention_scaling**2
+        elif ".k_proj" in path:
+            tensor = paired(tensor, config.head_dim)
+        _, layer, part = owner.rpartition(".layers.")
+        number, _, part = part.partition(".") if layer else ("", "", owner)
+        yield f"blk.{number}.{NAMES[part]}.{kind}" if layer else f"{NAMES[part]}.{kind}", tensor
+
+
+def paired(tensor: Tensor, head: int) -> Tensor:
+    """Rows of every head from two halves to neighbouring pairs, which is how `deci` rotates."""
+    return tensor.reshape(-1, 2, head // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def kind_of(tensor: Tensor, dtype: str) -> GGMLQuantizationType:
+    """The type to store a tensor as: vectors stay float32, and rows that q8_0 cannot divide are float16."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    kind = GGMLQuantizationType[dtype.upper()]
+    if tensor.ndim == 1:
+        return GGMLQuantizationType.F32
+    return GGMLQuantizationType.F16 if tensor.shape[-1] % GGML_QUANT_SIZES[kind][0] else kind

@@ -1,0 +1,189 @@
+"""Llama-type models in Llama's own terms: what llama.cpp, vLLM and the stock LlamaForCausalLM can run.
+
+Scales that a family applies while it computes (Granite) go into the weights, fused matrices are cut, interleaved
+rotations are reordered. All of it is exact; families whose layers compute something else are not in the table.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from compressor.export.fold import Ordinary
+from compressor.export.stock import Layout, assemble, fold_blocks, has_replacement, layout_of, stock_config, widths_of
+from compressor.models.blocks import find_blocks
+from compressor.runtime.errors import InputError
+
+# The families whose layers are Llama's; True: their rotations pair neighbouring numbers instead of halves.
+LLAMA_TYPES = {
+    "cwm": False,
+    "ernie4_5": True,
+    "granite": False,
+    "helium": True,
+    "llama": False,
+    "ministral": False,
+    "mistral": False,
+    "phi3": False,
+    "qwen2": False,
+    "seed_oss": False,
+}
+OTHER = {
+    "gemma": "its gate is a gelu",
+    "gemma2": "its gate is a gelu, and it has norms after its blocks and soft caps on its logits",
+    "gemma3_text": "its gate is a gelu, and it has norms after its blocks",
+    "glm4": "it has norms after its blocks and rotates half of each head",
+    "olmo": "its norms have no weights and subtract the mean",
+    "olmo2": "its norms stand after its blocks",
+    "qwen3": "it normalises queries and keys",
+    "smollm3": "some of its layers have no rotations",
+    "stablelm": "its norms subtract the mean",
+}
+# What all of these families call the same.
+SHARED = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "initializer_range"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+PLAIN = "its blocks have no gate"
+
+
+@dataclass(frozen=True)
+class Llama:
+    """A compressed model as a LlamaForCausalLM whose blocks may have different widths, and what that costs."""
+
+    model: Any
+    layout: Layout
+    widths: list[int]  # that the blocks need; they may have been given more
+    window: int | None  # the source looks back so far and no further: up to there both are the same
+    scaled: bool  # weights were multiplied by what the source multiplies with while it computes
+
+
+def refuse_other_types(model: Any) -> None:
+    """InputError that says what keeps a family from being a Llama."""
+    config = model.config
+    family = config.model_type
+    if family not in LLAMA_TYPES:
+        own = layout_of(stock_config(model))
+        reason = OTHER.get(family) or (PLAIN if own is None or not own.gated else "its layers are not Llama's")
+        known = ", ".join(sorted(LLAMA_TYPES))
+        raise InputError(
+            f"{family} is not of Llama's type: {reason}, and only Llamas have an architecture there with a width for "
+            f"every block; of that type are {known}"
+        )
+    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise InputError(f"this {family} rotates only a part of each head, which no Llama does")
+
+
+@torch.no_grad()
+def as_llama(model: Any, *, uniform: bool = False, multiple: int = 1, kept: bool = False) -> Llama:
+    """A compressed model in Llama's terms. Its blocks have the widths that they need, rounded up to a multiple (but,
+    with `kept`, not those that were never replaced), or all have one width."""
+    refuse_other_types(model)
+    config = llama_config(model)
+    config.mlp_bias = True
+    layout = layout_of(config)
+    if layout is None:
+        raise InputError(f"the activation of its blocks, {config.hidden_act}, is not one that is known here")
+    needed = widths_of(model, layout)
+    rounded = [-(-max(width, 1) // multiple) * multiple for width in needed]
+    stay = [kept and not has_replacement(model, block) for block in find_blocks(model)]
+    widths = [width if keep else more for width, more, keep in zip(needed, rounded, stay, strict=True)]
+    if uniform:
+        widths = [max(widths)] * len(widths)
+        config.intermediate_size = widths[0]
+    scale = scales_of(model.config, config)["residual"]
+    folded = fold_blocks(model, layout)
+    blocks = [scaled(ffn, scale).padded(width) for ffn, width in zip(folded, widths, strict=True)]
+    tensors = llama_tensors(model, config)
+    llama = assemble(config, layout, tensors, blocks, dict(model.named_buffers()))
+    llama.generation_config = copy.deepcopy(model.generation_config)
+    scaled_weights = any(scale != 1.0 for scale in scales_of(model.config, config).values())
+    return Llama(llama, layout, needed, window_of(model.config), scaled_weights)
+
+
+def block_widths(model: Any) -> list[int]:
+    """The neurons of every block of a LlamaForCausalLM."""
+    return [layer.mlp.down_proj.in_features for layer in model.model.layers]
+
+
+def scaled(ffn: Ordinary, scale: float) -> Ordinary:
+    if scale == 1.0:
+        return ffn
+    bias = None if ffn.bias is None else ffn.bias * scale
+    return Ordinary(ffn.activation, ffn.inner, ffn.outer * scale, ffn.gate, ffn.inner_bias, ffn.gate_bias, bias)
+
+
+def window_of(config: Any) -> int | None:
+    """How far the model looks back, where that is less than its context."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    window = getattr(config, "sliding_window", None)
+    return window if window is not None and window < config.max_position_embeddings else None
+
+
+def llama_config(model: Any) -> LlamaConfig:
+    """The LlamaConfig of a Llama-type model, still with its blocks' own width."""
+    config = stock_config(model)
+    state = model.state_dict()
+    rope = {key: value for key, value in config.rope_parameters.items() if key != "partial_rotary_factor"}
+    return LlamaConfig(
+        **{name: getattr(config, name) for name in SHARED if hasattr(config, name)},
+        max_position_embeddings=window_of(config) or config.max_position_embeddings,
+        head_dim=getattr(config, "head_dim", None),
+        rope_parameters=rope,
+        attention_bias=any(name.startswith("model.layers.0.self_attn.") and name.endswith("bias") for name in state),
+        mlp_bias=False,
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+def llama_tensors(model: Any, config: LlamaConfig) -> dict[str, Tensor]:
+    """Everything but the feed-forward blocks, by Llama's names."""
+    own = model.config
+    tensors: dict[str, Tensor] = {}
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    scales = scales_of(own, config)
+    for name, tensor in model.state_dict().items():
+        if ".qkv_proj." in name:
+            parts = tensor.split([queries, keys, keys])
+            tensors |= {
+                name.replace("qkv_proj", f"{letter}_proj"): part for letter, part in zip("qkv", parts, strict=True)
+            }
+        elif ".mlp." not in name:
+            tensors[name] = tensor
+    for name, tensor in tensors.items():
+        part = name.rsplit(".", 2)[-2]
+        if part in ("q_proj", "k_proj") and LLAMA_TYPES[own.model_type]:
+            tensors[name] = tensor = halved(tensor, config.head_dim)
+        scale = scales["attention"] if part == "q_proj" else scales["residual"] if part == "o_proj" else 1.0
+        if scale != 1.0:
+            tensors[name] = tensor * scale
+    if scales["embedding"] != 1.0:
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * scales["embedding"]
+    head = scales["logits"] * (scales["embedding"] if own.tie_word_embeddings else 1.0)
+    if head != 1.0:  # into the last norm: tied weights stay tied
+        tensors["model.norm.weight"] = tensors["model.norm.weight"] / head
+    return tensors
+
+
+def scales_of(own: Any, config: LlamaConfig) -> dict[str, float]:
+    """What a family (Granite) multiplies with while it computes, and a Llama does not."""
+    attention = getattr(own, "attention_multiplier", None)
+    return {
+        "embedding": getattr(own, "embedding_multiplier", 1.0),
+        "attention": 1.0 if attention is None else attention * config.head_dim**0.5,
+        "residual": getattr(own, "residual_multiplier", 1.0),
+        "logits": getattr(own, "logits_scaling", 1.0),
+    }
+
+
+def halved(tensor: Tensor, head: int) -> Tensor:
+    """Rows of every head from neighbouring pairs to two halves."""
+    shape = tensor.shape
+    return tensor.reshape(-1, head // 2, 2, *shape[1:]).transpose(1, 2).reshape(shape)

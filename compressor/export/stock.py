@@ -1,0 +1,228 @@
+"""Stock models with ordinary feed-forward blocks: assembled in memory from a config, tensors and folded blocks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from compressor.export.fold import Ordinary, fold, neurons_needed, ordinary
+from compressor.models.blocks import Block, find_blocks, parts_of
+from compressor.models.neurons import Matrix, find_neurons
+from compressor.runtime.errors import InputError
+
+WIDTH_KEYS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "inner_dim")
+BIAS_KEYS = ("mlp_bias", "use_mlp_bias", "use_bias", "enable_bias", "bias")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a matrix of a block stands: the module's path within the layer, transposed there or not, which outputs."""
+
+    path: str
+    transposed: bool
+    start: int
+    biased: bool
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the feed-forward blocks of a stock architecture are built."""
+
+    activation: str
+    neurons: int
+    places: Mapping[str, Place]  # of inner, outer and, with a gate, gate
+
+    @property
+    def gated(self) -> bool:
+        return "gate" in self.places
+
+    @property
+    def missing_bias(self) -> str | None:
+        """The first bias that the architecture has not and a folded block needs."""
+        needed = ("outer", "gate", "inner") if self.gated else ("outer",)
+        return next((name for name in needed if not self.places[name].biased), None)
+
+
+def blank(config: Any) -> Any:
+    """The stock model of a config without its weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
+
+
+def layout_of(config: Any) -> Layout | None:
+    """What the first block of the stock model is made of, found by trying it; None when it is not made of neurons."""
+    model = blank(config)
+    block = find_blocks(model)[0]
+    generator = torch.Generator().manual_seed(0)
+    for part in parts_of(model, block):
+        part.to_empty(device="cpu")
+        for parameter in part.parameters():
+            parameter.data.normal_(generator=generator)
+            parameter.data /= parameter.shape[-1] ** 0.5
+    neurons = find_neurons(model, block)
+    if neurons is None:
+        return None
+    names = {id(module): name for name, module in model.get_submodule(block.layer_path).named_modules()}
+
+    def place(matrix: Matrix) -> Place:
+        module = matrix.module
+        transposed = not isinstance(module, nn.Linear)
+        return Place(names[id(module)], transposed, matrix.start or 0, getattr(module, "bias", None) is not None)
+
+    places = {"inner": place(neurons.inner_matrix), "outer": place(neurons.outer_matrix)}
+    if neurons.gate_matrix is not None:
+        places["gate"] = place(neurons.gate_matrix)
+    return Layout(neurons.activation, neurons.count, places)
+
+
+def widths_of(model: Any, layout: Layout) -> list[int]:
+    """The neurons that every block of a compressed model takes as an ordinary one."""
+    return [
+        neurons_needed(model.get_submodule(block.path), layout.gated)
+        if has_replacement(model, block)
+        else layout.neurons
+        for block in find_blocks(model)
+    ]
+
+
+def has_replacement(model: Any, block: Block) -> bool:
+    return bool(getattr(model.get_submodule(block.path), "is_compressor_replacement", False))
+
+
+def fold_blocks(model: Any, layout: Layout) -> list[Ordinary]:
+    """Every block of a compressed model as an ordinary one."""
+    found = []
+    for block in find_blocks(model):
+        if has_replacement(model, block):
+            try:
+                found.append(fold(model.get_submodule(block.path), layout.activation, layout.gated))
+            except InputError as error:
+                raise InputError(f"{block.path} cannot be an ordinary block: {error}") from error
+            continue
+        neurons = find_neurons(model, block)
+        if neurons is None or neurons.gated != layout.gated:
+            raise InputError(f"{block.path} is not made of neurons that could be read")
+        found.append(ordinary(neurons))
+    return found
+
+
+def assemble(
+    config: Any,
+    layout: Layout,
+    tensors: Mapping[str, Tensor],
+    blocks: Sequence[Ordinary],
+    buffers: Mapping[str, Tensor],
+) -> Any:
+    """The stock model of the config with these tensors and blocks, sharing their memory.
+
+    Blocks of different widths go in as they are: such a model computes, and whoever stores it must say the widths.
+    A bias that the tensors have not is zero; any other tensor must be there.
+    """
+    model = blank(config)
+    given = dict(tensors)
+    for block, ffn in zip(find_blocks(model), blocks, strict=True):
+        given |= {f"{block.layer_path}.{name}": tensor for name, tensor in stored_block(layout, ffn).items()}
+    for owner, name, path in owners(model, "_parameters"):
+        if path not in given:
+            if not path.endswith("bias"):
+                raise InputError(f"the model has no {path}, which {config.model_type} needs")
+            given[path] = torch.zeros(owner._parameters[name].shape)
+        owner._parameters[name] = nn.Parameter(given[path].detach(), requires_grad=False)
+        if isinstance(owner, nn.Linear) and name == "weight":
+            owner.out_features, owner.in_features = given[path].shape
+    for owner, name, path in owners(model, "_buffers"):
+        owner._buffers[name] = buffers[path]
+    if config.tie_word_embeddings:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    return model
+
+
+def owners(model: nn.Module, kind: str) -> list[tuple[Any, str, str]]:
+    """Every parameter or buffer: the module that has it, its name there, and its name in the model."""
+    return [
+        (module, name, f"{path}.{name}" if path else name)
+        for path, module in model.named_modules()
+        for name, tensor in getattr(module, kind).items()
+        if tensor is not None
+    ]
+
+
+def stored_block(layout: Layout, ffn: Ordinary) -> dict[str, Tensor]:
+    """A block's tensors by their names in the layer."""
+    stored: dict[str, Tensor] = {}
+    roles = [("outer", ffn.outer, ffn.bias), ("inner", ffn.inner, ffn.inner_bias)]
+    if ffn.gate is not None:
+        roles.append(("gate", ffn.gate, ffn.gate_bias))
+    for role, weight, bias in sorted(roles, key=lambda entry: layout.places[entry[0]].start):
+        place = layout.places[role]
+        name = f"{place.path}.weight"
+        weight = weight.T.contiguous() if place.transposed else weight
+        stored[name] = torch.cat([stored[name], weight], dim=int(place.transposed)) if name in stored else weight
+        if place.biased:
+            name = f"{place.path}.bias"
+            bias = weight.new_zeros(ffn.neurons if role != "outer" else len(ffn.outer)) if bias is None else bias
+            stored[name] = torch.cat([stored[name], bias]) if name in stored else bias
+        elif bias is not None and bias.any():
+            raise InputError(f"{place.path} has no bias in this architecture")
+    return stored
+
+
+def own_layout(model: Any) -> tuple[Any, Layout]:
+    """The config and the layout of the stock architecture that a compressed model came from, with the biases that
+    folded blocks need, or an InputError that says why there is none."""
+    config = stock_config(model)
+    family = config.model_type
+    layout = layout_of(config)
+    if layout is None:
+        raise InputError(f"the blocks of this {family} are not made of neurons with an activation that is known here")
+    if layout.missing_bias:
+        for key in BIAS_KEYS:
+            if getattr(config, key, None) is False:
+                more = copy.deepcopy(config)
+                setattr(more, key, True)
+                found = layout_of(more)
+                if found is not None and not found.missing_bias:
+                    return more, found
+        matrix = layout.places[layout.missing_bias].path
+        raise InputError(f"{family} has no bias at {matrix}, without which no ordinary block computes a linear map")
+    return config, layout
+
+
+def widened(config: Any, layout: Layout, neurons: int) -> tuple[Any, Layout]:
+    """The same architecture with blocks of this many neurons."""
+    if neurons == layout.neurons:
+        return config, layout
+    for key in WIDTH_KEYS:
+        if hasattr(config, key):
+            other = copy.deepcopy(config)
+            setattr(other, key, neurons)
+            found = layout_of(other)
+            if found is not None and found.neurons == neurons:
+                return other, found
+    raise InputError(f"{config.model_type} has blocks of a fixed width, {layout.neurons} neurons")
+
+
+def stock_config(model: Any) -> Any:
+    """The config of the model's stock architecture: without what makes it a compressed checkpoint."""
+    config = copy.deepcopy(model.config)
+    for name in ("quantization_config", "auto_map"):
+        config.__dict__.pop(name, None)
+    return config
+
+
+@torch.no_grad()
+def as_own(model: Any) -> tuple[Any, list[int]]:
+    """A compressed model as its stock architecture with blocks of one width, and the widths that they really need."""
+    config, layout = own_layout(model)
+    needed = widths_of(model, layout)
+    config, layout = widened(config, layout, max(needed))
+    blocks = [ffn.padded(max(needed)) for ffn in fold_blocks(model, layout)]
+    stock = assemble(config, layout, model.state_dict(), blocks, dict(model.named_buffers()))
+    stock.generation_config = copy.deepcopy(model.generation_config)
+    return stock, needed

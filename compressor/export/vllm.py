@@ -1,0 +1,58 @@
+"""A compressed Llama-type model for vLLM: architecture DeciLMForCausalLM (`nemotron-nas`), a width for every block.
+
+Written after the source of vLLM (model_executor/models/nemotron_nas.py); it was never run there. vLLM takes a block's
+width from `ffn_mult`: int(2·ffn_mult·hidden/3), rounded up to a multiple of 256. So every width is such a multiple.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compressor.export.llama import Llama, block_widths
+from compressor.patch.checkpoint import write_checkpoint
+
+MULTIPLE = 256
+CONFIGURATION = Path(__file__).with_name("configuration_decilm.py")
+
+
+def write_decilm(llama: Llama, tokenizer: Any, directory: Path, dtype: torch.dtype) -> None:
+    """Config, the code that reads it, weights and tokenizer, into an empty directory."""
+    write_checkpoint(llama.model, tokenizer, directory, dtype=dtype)
+    file = directory / "config.json"
+    config = decilm_config(
+        json.loads(file.read_text(encoding="utf-8")), llama.layout.activation, block_widths(llama.model)
+    )
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    shutil.copyfile(CONFIGURATION, directory / CONFIGURATION.name)
+
+
+def decilm_config(config: dict[str, Any], activation: str, widths: list[int]) -> dict[str, Any]:
+    """The config.json of a Llama as that of a DeciLM."""
+    hidden, group = config["hidden_size"], config["num_attention_heads"] // config["num_key_value_heads"]
+    attention = {"n_heads_in_group": group, "no_op": False, "replace_with_linear": False}
+    blocks = [
+        {
+            "attention": attention,
+            "ffn": {
+                "ffn_mult": 3 * width / (2 * hidden),
+                "hidden_act": activation,
+                "no_op": False,
+                "replace_with_linear": False,
+            },
+        }
+        for width in widths
+    ]
+    return {
+        **config,
+        "architectures": ["DeciLMForCausalLM"],
+        "auto_map": {"AutoConfig": f"{CONFIGURATION.stem}.DeciLMConfig"},
+        "block_configs": blocks,
+        "intermediate_size": max(widths),
+        "mlp_bias": True,
+        "model_type": "nemotron-nas",
+    }

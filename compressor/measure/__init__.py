@@ -1,0 +1,5 @@
+"""Measure how linear each block is, and what an error of its replacement would cost."""
+
+from compressor.runtime.lazy import offer
+
+__all__ = offer(__name__, {"measure": "profile", "Profile": "profiles", "BlockProfile": "profiles"}, verb="measure")

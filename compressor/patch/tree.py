@@ -1,0 +1,70 @@
+"""Put replacements into a model in memory, and take them out again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from compressor.modeling_compressor import Replacement, restore, specs, swap
+from compressor.models.blocks import Block, placing
+from compressor.models.source import identify
+from compressor.runtime.cache import digest
+
+__all__ = ["Originals", "identify_patched", "patch", "patched", "specs", "unpatch"]
+
+Originals = dict[str, nn.Module]  # what stood at each path before the patch
+
+
+def patch(model: nn.Module, blocks: Sequence[Block], replacements: Mapping[int, Replacement]) -> Originals:
+    """Replace the blocks of these indices and return what `unpatch` needs to undo it.
+
+    The replacements go in as they are: give them the model's dtype and device.
+    """
+    by_index = {block.index: block for block in blocks}
+    modules: dict[str, Replacement] = {}
+    for index, module in replacements.items():
+        if index not in by_index:
+            raise ValueError(f"there is no block {index} to replace; the model has blocks {sorted(by_index)}")
+        block = by_index[index]
+        if (module.width, module.residual_inside) != (block.width, block.residual_inside):
+            raise ValueError(
+                f"the replacement for {block.path} has width {module.width} and residual_inside="
+                f"{module.residual_inside}; the block has {block.width} and {block.residual_inside}"
+            )
+        module.bypass = block.bypass
+        modules[block.path] = module
+    return swap(model, modules)
+
+
+def unpatch(model: nn.Module, originals: Originals) -> None:
+    """Put back the very modules that stood there before `patch`."""
+    restore(model, originals)
+
+
+@contextmanager
+def patched(model: nn.Module, blocks: Sequence[Block], replacements: Mapping[int, Replacement]) -> Iterator[None]:
+    """The model is patched while the context is open."""
+    originals = patch(model, blocks, replacements)
+    try:
+        yield
+    finally:
+        unpatch(model, originals)
+
+
+def identify_patched(model: Any, replacements: Mapping[int, Replacement]) -> dict[str, Any]:
+    """All that a stored model's outputs depend on while these replacements are in it."""
+    replaced = {
+        str(index): [json.dumps(module.spec(), sort_keys=True), digest(sorted(module.state_dict().items()))]
+        for index, module in sorted(replacements.items())
+    }
+    return {**identify(model), "replaced": replaced}
+
+
+def as_stored(module: Replacement, model: Any, block: Block, stored: torch.dtype) -> Replacement:
+    """The module as it can stand in the block's place: rounded to the stored dtype, then as the model computes."""
+    return module.to(stored).to(**placing(model, block))

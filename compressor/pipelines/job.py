@@ -1,0 +1,257 @@
+"""A job: a model, its text and its tasks, opened or refused in one line, and what is measured of it only once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.evaluate.budget import drops_of
+from compressor.evaluate.evaluator import Evaluator
+from compressor.evaluate.generation import opening_prompts, read_prompts
+from compressor.evaluate.task_files import BUILT_IN_TASK
+from compressor.evaluate.tasks import Task, open_tasks, prefix_of
+from compressor.measure.crossing import refuse_widths
+from compressor.measure.gradients import GRADIENT_TOKENS, Damage, predict
+from compressor.measure.profile import measure
+from compressor.measure.profiles import Profile
+from compressor.measure.study import Study, Wanted, study
+from compressor.measure.verdicts import SAFE_NATS
+from compressor.models.blocks import find_blocks
+from compressor.models.load import load_model, quiet
+from compressor.models.source import context_of, identify, source_of
+from compressor.patch.checkpoint import refuse_foreign_code
+from compressor.pipelines.recipe import Recipe
+from compressor.runtime import distributed
+from compressor.runtime.cache import Cache
+from compressor.runtime.errors import InputError
+from compressor.runtime.names import HUB_TEXTS
+from compressor.runtime.progress import Progress
+from compressor.text import SPLITS, Text, load_text, split_text
+
+DEFAULT_SEQ_LEN = 512
+VERSION = 3  # of what is kept of a profile
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is not in a recipe: how much to trust, where to keep what was measured, and what to show."""
+
+    progress: Progress
+    trust_remote_code: bool = False
+    cache: Cache | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, its tokenizer and its text; `recipe` has every default filled in."""
+
+    model: Any
+    tokenizer: Any
+    text: Text
+    tasks: list[Task]
+    recipe: Recipe
+    setting: Setting
+    began: float
+    other: tuple[Any, Text] | None = None  # the model of --cross, and the same text in its tokens
+
+    @property
+    def cache(self) -> Cache:
+        return self.setting.cache or Cache(None, self.setting.progress)
+
+    def key(self, what: str, text: Text) -> dict[str, Any]:
+        """All that a measurement on the calibration windows of a text depends on."""
+        return {
+            **identify(self.model),
+            "what": what,
+            "version": VERSION,
+            "text": text.calibration.sha256,
+            "seq_len": text.seq_len,
+            "batch": self.recipe.batch_size,
+            "seed": self.recipe.seed,
+        }
+
+    def evaluator(self) -> Evaluator:
+        return make_evaluator(self.recipe, self.model, self.tokenizer, self.text, self.tasks, self.setting)
+
+    def timings(self) -> dict[str, float]:
+        return timings(self.setting.progress, self.began)
+
+
+def timings(progress: Progress, began: float) -> dict[str, float]:
+    steps = {step: round(seconds, 2) for step, seconds in progress.seconds.items()}
+    return {**steps, "total": round(time.perf_counter() - began, 2)}
+
+
+def open_job(recipe: Recipe, setting: Setting, *, with_tasks: bool = True) -> Job:
+    """Load tasks, model and text, or say in one line what is wrong with any of them."""
+    began = time.perf_counter()
+    model_name = recipe.model
+    if model_name is None:
+        raise InputError("no model: give a directory, a hub id such as gpt2, or `demo`")
+    tasks, recipe = name_tasks(recipe, setting.trust_remote_code) if with_tasks else ([], recipe)
+    setting.progress.say(f"load {model_name}")
+    model, tokenizer = load_model(
+        model_name,
+        trust_remote_code=setting.trust_remote_code,
+        revision=recipe.revision,
+        **placing(recipe, setting),
+    )
+    find_blocks(model)  # an unsupported family is refused before any text is read
+    refuse_foreign_code(model)
+    for task in tasks:
+        prefix_of(model, tokenizer, task)  # a task that this tokenizer cannot do is refused here
+    other = load_other(recipe, model, setting) if recipe.cross else None
+    text, recipe = open_text(recipe, model, tokenizer)
+    advise_batches(text, recipe.batch_size, setting)
+    crossed = (other[0], open_text(recipe, *other)[0]) if other else None
+    return Job(model, tokenizer, text, tasks, recipe, setting, began, crossed)
+
+
+def advise_batches(text: Text, batch_size: int, setting: Setting) -> None:
+    """Whole batches are shared out: say so where a process would have none."""
+    fewest = -(-min(len(getattr(text, name).windows) for name in SPLITS) // batch_size)
+    processes = distributed.size()
+    if fewest < processes:
+        setting.progress.say(
+            f"{processes} processes, but a text of {fewest} batches: a smaller --batch-size shares the work better"
+        )
+
+
+def placing(recipe: Recipe, setting: Setting) -> dict[str, Any]:
+    """Where and in what precision a model computes, and where its weights are meanwhile."""
+    scratch = setting.cache.directory if setting.cache else None
+    return {"device": recipe.device, "dtype": recipe.dtype, "low_memory": recipe.low_memory, "scratch": scratch}
+
+
+def load_other(recipe: Recipe, model: Any, setting: Setting) -> tuple[Any, Any]:
+    """The model of --cross and its tokenizer, if its blocks take rows of the same width."""
+    assert recipe.cross is not None
+    setting.progress.say(f"load {recipe.cross}")
+    trust = setting.trust_remote_code
+    other, tokenizer = load_model(recipe.cross, trust_remote_code=trust, **placing(recipe, setting))
+    refuse_widths(model, other, str(recipe.model), recipe.cross)
+    return other, tokenizer
+
+
+def absolute(name: str) -> str:
+    """A path that still holds from another working directory; anything else, and what is built in, as it is."""
+    if name == "demo" or name in HUB_TEXTS:
+        return name
+    return os.path.abspath(os.path.expanduser(name)) if Path(name).expanduser().exists() else name
+
+
+def open_text(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[Text, Recipe]:
+    """The text in windows that the model can take, and the recipe with what was chosen for it."""
+    context = context_of(model)
+    seq_len = recipe.seq_len or min(DEFAULT_SEQ_LEN, context or DEFAULT_SEQ_LEN)
+    if context is not None and seq_len > context:
+        raise InputError(f"--seq-len {seq_len} is beyond the model's context of {context}; try --seq-len {context}")
+    names = []
+    for word in recipe.text or (["demo"] if recipe.model == "demo" else ["wikitext2"]):
+        name, rest = split_text(word)
+        names.append(absolute(rest) if name is None else f"{name}={absolute(rest)}")
+    with quiet():
+        text = load_text(
+            names,
+            tokenizer,
+            seq_len=seq_len,
+            calib_tokens=recipe.calib_tokens,
+            select_tokens=recipe.select_tokens,
+            verify_tokens=recipe.verify_tokens,
+            seed=recipe.seed,
+        )
+    largest = max(int(getattr(text, name).windows.max()) for name in SPLITS)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if largest >= rows:
+        raise InputError(f"the tokenizer gives token {largest}, but the model has only {rows} embeddings")
+    prompts = absolute(recipe.prompts) if recipe.prompts else None
+    cross = absolute(recipe.cross) if recipe.cross else None
+    found = {"model": source_of(model).model, "text": names, "seq_len": seq_len, "prompts": prompts, "cross": cross}
+    return text, recipe.model_copy(update=found)
+
+
+def name_tasks(recipe: Recipe, trust_remote_code: bool) -> tuple[list[Task], Recipe]:
+    """The tasks to score, and the recipe with their names; the built-in model comes with one."""
+    names = recipe.tasks if recipe.tasks is not None else [BUILT_IN_TASK] if recipe.model == "demo" else []
+    paths = [absolute(path) for path in recipe.task_path or []]
+    if recipe.max_task_drop and not names:
+        raise InputError("--max-task-drop is given, but no --tasks; name them, such as --tasks lambada_openai,piqa")
+    tasks = open_tasks(names, paths, recipe.task_limit, trust_remote_code) if names else []
+    drops_of(recipe.max_task_drop or [], {task.name: task.aliases for task in tasks})  # a wrong name is refused here
+    return tasks, recipe.model_copy(update={"tasks": names, "task_path": paths or None})
+
+
+def make_evaluator(
+    recipe: Recipe, model: Any, tokenizer: Any, text: Text, tasks: list[Task], setting: Setting
+) -> Evaluator:
+    """What source and compressed model are measured on, as the recipe says."""
+    context, tokens = context_of(model), recipe.generate
+    prompts = []
+    if tokens:
+        given = recipe.prompts
+        prompts = read_prompts(given, tokenizer, tokens, context) if given else opening_prompts(text, tokens, context)
+    return Evaluator(
+        text,
+        tokenizer,
+        recipe.budgets(text.counts),
+        tasks=tasks,
+        limits=drops_of(recipe.max_task_drop or [], {task.name: task.aliases for task in tasks}),
+        prompts=prompts,
+        tokens=tokens,
+        confidence=recipe.confidence,
+        batch_size=recipe.batch_size,
+        seed=recipe.seed,
+        cache=setting.cache,
+        progress=setting.progress,
+    )
+
+
+def measure_once(job: Job, text: Text) -> Profile:
+    """The profile on this text; blocks that were measured on it before come from the cache."""
+    return measure(
+        job.model,
+        text,
+        batch_size=job.recipe.batch_size,
+        seed=job.recipe.seed,
+        cache=job.cache,
+        key=job.key("profile", text),
+        progress=job.setting.progress,
+    )
+
+
+def predict_once(job: Job, measured: Profile) -> dict[int, Damage]:
+    """The predicted damage of every block's linear map, from the cache when it was computed before."""
+
+    def compute() -> dict[str, Tensor]:
+        found = predict(job.model, measured, job.text, job.setting.progress)
+        return {"damages": torch.tensor([[d.linear, d.factorised] for d in found.values()], dtype=torch.float64)}
+
+    key = {**job.key("damages", job.text), "gradients": GRADIENT_TOKENS}
+    rows = job.cache.get("gradients", key, compute)["damages"].tolist()
+    return {p.block.index: Damage(*row) for p, row in zip(measured.blocks, rows, strict=True)}
+
+
+def study_of(job: Job, measured: Profile, damages: Mapping[int, Damage], limit: float = SAFE_NATS) -> Study:
+    """Trials, probes and a second model, as the recipe wants them."""
+    recipe = job.recipe
+    wanted = Wanted(recipe.swap, recipe.swap_tokens, recipe.probe or (), recipe.probe_steps, job.other)
+    return study(
+        job.model,
+        measured,
+        damages,
+        job.text,
+        wanted,
+        key=job.key("probe", job.text),
+        limit=limit,
+        batch_size=recipe.batch_size,
+        seed=recipe.seed,
+        cache=job.cache,
+        progress=job.setting.progress,
+    )

@@ -1,0 +1,96 @@
+"""Write everything a compressed checkpoint holds: whole or not at all."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from compressor.models.load import quiet
+from compressor.models.source import source_of
+from compressor.patch.checkpoint import write_checkpoint
+from compressor.patch.verify import first_tokens, verify_written
+from compressor.pipelines.describe import describe_model
+from compressor.pipelines.describe_profile import tables_of
+from compressor.report.card import PICTURE, card
+from compressor.report.charting import charts_of
+from compressor.report.figures import draw
+from compressor.report.page import page
+from compressor.runtime import distributed
+from compressor.runtime.names import PROFILE, RECORD
+from compressor.runtime.outputs import finite, refusing_disk, reserved, whole_directory, write_json
+from compressor.runtime.progress import Progress
+
+
+def save(
+    model: Any,
+    tokenizer: Any,
+    out: str | Path,
+    *,
+    report: dict[str, Any] | None = None,
+    recipe: str | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Save a model (with the replacements that are in it) in its source's dtype, with its record and card."""
+    progress = Progress()
+    with reserved(out, overwrite, source_of(model).model, RECORD, progress.say) as target:
+        return write_result(model, tokenizer, target, report or describe_model(model), recipe, progress=progress)
+
+
+def write_result(
+    model: Any,
+    tokenizer: Any,
+    target: Path,
+    report: dict[str, Any],
+    recipe: str | None = None,
+    *,
+    tokens: Tensor | None = None,
+    progress: Progress,
+) -> Path:
+    """Everything into a directory that is reserved; it appears when what was written is found to be the model."""
+    if distributed.rank() > 0:
+        return target
+    with refusing_disk(target), whole_directory(target) as partial:
+        with quiet():
+            write_checkpoint(model, tokenizer, partial, dtype=source_of(model).dtype)
+        verify_written(partial, model, first_tokens(model) if tokens is None else tokens, progress)
+        write_json(partial / RECORD, report)
+        if "perplexity" in report:
+            write_report(partial, report)
+        content = card(report, picture=(partial / PICTURE).is_file())
+        (partial / "README.md").write_text(content, encoding="utf-8")
+        if recipe is not None:
+            (partial / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    return target
+
+
+def save_profile(report: dict[str, Any], target: Path) -> Path:
+    """The report of a profile as a directory: the page, the figures, and the numbers as JSON and CSV."""
+    if distributed.rank() > 0:
+        return target
+    with refusing_disk(target), whole_directory(target) as partial:
+        write_json(partial / PROFILE, report)
+        for name, rows in tables_of(report).items():
+            write_csv(partial / f"{name}.csv", rows)
+        write_report(partial, report)
+    return target
+
+
+def write_report(directory: Path, report: dict[str, Any]) -> None:
+    """The page, and its figures as files."""
+    (directory / "report.html").write_text(page(report), encoding="utf-8")
+    figures = directory / "figures"
+    figures.mkdir()
+    for chart in charts_of(report):
+        draw(chart, figures)
+
+
+def write_csv(file: Path, rows: list[dict[str, Any]]) -> None:
+    """One line per row; the columns are those of all rows, a missing value is empty."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with file.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(finite(row) for row in rows)

@@ -1,0 +1,5 @@
+"""Decide which branch becomes what: candidates, predictions, the search, and its verification."""
+
+from compressor.runtime.lazy import offer
+
+__all__ = offer(__name__, {"plan": "search", "apply": "search", "Plan": "search", "Form": "shapes"}, verb="plan")

@@ -1,0 +1,238 @@
+"""The statistics of all blocks: one pass over the calibration text, one block at a time.
+
+The pass keeps, for every block, the moments of z = [x, a] (inputs and neurons): every replacement of any form is then a
+closed-form solve with no new pass. They are kept on disk, so that only one block's are in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.measure.gradients import GRADIENT_TOKENS, Gradients, walk_gradients
+from compressor.measure.moments import ACCUMULATION_DTYPE, Moments
+from compressor.measure.profile import merge, moments_device, stream_weights
+from compressor.models.blocks import Block, Rows, find_blocks, watch
+from compressor.models.neurons import Neurons, find_neurons
+from compressor.models.residual import Stream, calibration_streams, forget_streams
+from compressor.models.source import identify
+from compressor.plan.candidates import Survey, pack_moments, survey, unpack, unpack_moments
+from compressor.runtime import distributed
+from compressor.runtime.cache import Cache, Tensors
+from compressor.runtime.errors import InputError
+from compressor.runtime.locks import scratch_directory
+from compressor.runtime.progress import Progress
+from compressor.runtime.resources import amount, available_memory, free_disk
+from compressor.text import Text
+
+VERSION = 3  # of what is kept
+WORKSPACES = 5  # matrices of the size of the moments that a block needs at once
+MEMORY_SHARE = 0.8
+
+
+class Statistics:
+    """The surveys of all blocks, and the moments that they were made from, by block."""
+
+    def __init__(self, model: Any, text: Text, cache: Cache | None, batch_size: int, progress: Progress) -> None:
+        self.model, self.text, self.batch_size, self.progress = model, text, batch_size, progress
+        self.blocks = find_blocks(model)
+        found = {block.index: find_neurons(model, block) for block in self.blocks}
+        self.neurons = self.afford(found)
+        self.cache = cache if cache is not None and cache.directory is not None else self.scratch()
+        self.check_disk()
+
+    def scratch(self) -> Cache:
+        return Cache(scratch_directory(self), Progress())
+
+    def bytes_of(self, index: int, neurons: Neurons | None) -> int:
+        width = self.blocks[index].width
+        return 8 * (width + (neurons.count if neurons else width)) ** 2
+
+    def disk_of(self, found: dict[int, Neurons | None]) -> int:
+        """Moments of every block, and for a while the rows of its gradients."""
+        rows = min(GRADIENT_TOKENS, self.text.held_out.numel())
+        return sum(self.bytes_of(i, neurons) + 12 * rows * self.blocks[i].width for i, neurons in found.items())
+
+    def afford(self, found: dict[int, Neurons | None]) -> dict[int, Neurons | None]:
+        """Say what memory and disk it takes. Blocks whose neurons are too many for the memory are only linear."""
+        free = distributed.agree(int(MEMORY_SHARE * available_memory()))  # all processes must come to the same plan
+        sizes = {index: self.bytes_of(index, neurons) for index, neurons in found.items()}
+        most = WORKSPACES * max(sizes.values())
+        self.progress.say(
+            f"statistics: {amount(self.disk_of(found))} on disk, {amount(most)} of memory at a time "
+            f"({amount(free)} can be had)"
+        )
+        if most <= free:
+            return found
+        least = WORKSPACES * max(self.bytes_of(index, None) for index in found)
+        if least > free:
+            raise InputError(f"one block's statistics need {amount(least)} of memory, and {amount(free)} can be had")
+        self.progress.say("warning: memory is short, so no neurons are kept: only linear and low-rank replacements")
+        return dict.fromkeys(found)
+
+    def check_disk(self) -> None:
+        assert self.cache.directory is not None
+        needed = self.disk_of(self.neurons)
+        free = distributed.agree(free_disk(self.cache.directory))
+        if needed > free and not all(self.cache.has(self.key(block, "moments")) for block in self.blocks):
+            raise InputError(
+                f"the statistics need {amount(needed)} of disk, and {self.cache.directory} has {amount(free)}; "
+                "name another place with --cache DIR"
+            )
+
+    def key(self, block: Block, what: str = "survey") -> dict[str, Any]:
+        return {
+            **identify(self.model),
+            "what": what,
+            "version": VERSION,
+            "text": self.text.calibration.sha256,
+            "seq_len": self.text.seq_len,
+            "batch": self.batch_size,
+            "gradients": GRADIENT_TOKENS,
+            "block": block.path,
+            "neurons": self.neurons[block.index] is not None,
+        }
+
+    def surveys(self) -> dict[int, Survey]:
+        """Look at every block that was not looked at before; what is found of a block is kept at once."""
+        found: dict[int, Survey] = {}
+        missing = []
+        for block in self.blocks:
+            kept = self.cache.find(self.key(block)) if self.cache.has(self.key(block, "moments")) else None
+            if kept is None:
+                missing.append(block)
+            else:
+                found[block.index] = self.unpack(block, kept)
+        if not missing:
+            self.progress.say("survey: measured before")
+        self.find_gradients(missing)
+        with self.progress.bar("survey", len(self.blocks)) as advance:
+            advance(len(found))
+            streams = self.streams(missing[0]) if missing else []
+            for group in distributed.groups(missing):
+                for block, kept in zip(group, self.look(group, streams), strict=True):
+                    found[block.index] = self.unpack(block, kept)
+                    advance(1)
+                for stream in streams:
+                    stream.keep()
+        self.forget()
+        return {block.index: found[block.index] for block in self.blocks}
+
+    def unpack(self, block: Block, kept: Tensors) -> Survey:
+        return unpack(block, self.neurons[block.index], kept)
+
+    def find_gradients(self, blocks: list[Block]) -> None:
+        """Have the loss gradients of these blocks on disk; one backward pass gives those of all blocks."""
+        if all(self.cache.has(self.key(block, "gradients")) for block in blocks):
+            return
+        wanted = {block.index for block in blocks}
+
+        def see(block: Block, rows: Gradients) -> None:
+            if block.index in wanted:
+                columns = {"x": rows.x.cpu(), "y": rows.y.cpu(), "g": rows.g.cpu()}
+                self.cache.keep(self.key(block, "gradients"), columns, needed=True)
+
+        walk_gradients(self.model, self.blocks, self.text.held_out, see, self.progress)
+
+    def streams(self, first: Block) -> list[Stream]:
+        """The fitting and the held-out windows, at this block's layer or before it."""
+        key = self.key(self.blocks[0], "stream")
+        return calibration_streams(self.model, self.blocks, self.text, self.batch_size, self.cache, key, first.index)
+
+    def forget(self) -> None:
+        """Drop what only an unfinished survey needs."""
+        forget_streams(self.cache, self.key(self.blocks[0], "stream"))
+        if distributed.rank() == 0:
+            for block in self.blocks:
+                self.cache.drop(self.key(block, "gradients"))
+
+    def look(self, group: Sequence[Block], streams: list[Stream]) -> list[Tensors]:
+        """Run the calibration text through the layers of these blocks and survey them, a block by each process."""
+        device = moments_device(self.model)
+        mine: list[Moments] = []
+        rows: Tensors = {}
+        for owner, block in enumerate(group):
+            both = []
+            for stream in streams:
+                stream.advance(block.index)
+                both.append(collect(self.model, block, self.neurons[block.index], stream, device, owner=owner))
+            gradients = self.gradients_of(block)
+            if owner == distributed.rank():
+                mine, rows = both, gradients
+        found, moments = None, None
+        if mine:
+            block = group[distributed.rank()]
+            neurons, gone = self.neurons[block.index], Gradients(**{name: t.to(device) for name, t in rows.items()})
+            found = survey(block, neurons, own_bias(block, neurons, device), mine[0], mine[1], gone)
+            moments = pack_moments(mine[0])
+        kept = []
+        for owner, block in enumerate(group):
+            # The moments first: a survey on disk says that they are there too.
+            self.cache.keep(self.key(block, "moments"), distributed.broadcast(moments, owner), needed=True)
+            kept.append(distributed.broadcast(found, owner))
+            self.cache.keep(self.key(block), kept[-1])
+        return kept
+
+    def gradients_of(self, block: Block) -> Tensors:
+        """The rows of a block's gradients. Another run that shares the cache may have dropped them."""
+        for _ in range(2):
+            kept = self.cache.find(self.key(block, "gradients"))
+            if kept is not None:
+                return kept
+            self.find_gradients([b for b in self.blocks if b.index >= block.index])
+        raise InputError(f"the gradients in {self.cache.directory} vanish as they are made; name another with --cache")
+
+    def moments(self, index: int) -> Moments:
+        """The moments of z that the block's replacements are fitted on."""
+        block = self.blocks[index]
+        kept = self.cache.find(self.key(block, "moments"))
+        if kept is None:  # lost since
+            self.look([block], self.streams(block))
+            kept = self.cache.find(self.key(block, "moments"))
+            if kept is None:
+                raise InputError(f"the cache {self.cache.directory} cannot keep what is measured; see the warnings")
+        return unpack_moments(kept)
+
+
+def own_bias(block: Block, neurons: Neurons | None, device: torch.device) -> Tensor:
+    """What the block adds to the sum over its neurons."""
+    bias = neurons.outer_matrix.bias if neurons else None
+    zeros = torch.zeros(block.width, dtype=ACCUMULATION_DTYPE, device=device)
+    return zeros if bias is None else bias.to(zeros)
+
+
+def collect(
+    model: Any,
+    block: Block,
+    neurons: Neurons | None,
+    stream: Stream,
+    device: torch.device,
+    wanted: Sequence[Tensor] | None = None,
+    gain: float = 1.0,
+    owner: int | None = None,
+) -> Moments:
+    """The stream-weighted moments of [x, a] over the layer where the stream stands, of all processes' rows. With an
+    owner only it gets them, and the stream moves behind the layer.
+
+    `wanted` are the hidden states that should come out: then xy holds the moments of what the block's output lacks, of
+    which the layer adds `gain` times to its stream.
+    """
+    count = neurons.count if neurons else block.width
+    moments = Moments.zeros(block.width + count, block.width if wanted else 0, device, whole_yy=False)
+    turns = iter(wanted or [])
+
+    def add(_: Block, rows: Rows) -> None:
+        x, a = rows.x.to(device, ACCUMULATION_DTYPE), rows.a.to(device, ACCUMULATION_DTYPE)
+        missing = (next(turns).to(device).reshape(rows.h.shape) - rows.h.to(device)) / gain if wanted else x[:, :0]
+        moments.add(Moments.of(torch.cat([x, a], dim=1), missing, stream_weights(rows.h).to(device), whole_yy=False))
+
+    with watch(model, [block], add, {block.index: neurons.outer_path} if neurons else None):
+        if owner is None:
+            stream.run()
+        else:
+            stream.step()
+    merge(moments, owner)
+    return moments

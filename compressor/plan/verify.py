@@ -1,0 +1,162 @@
+"""The last word: a plan must hold on the verification text and on every task, or it is walked back until it does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from compressor.evaluate.evaluator import Evaluator, Measured
+from compressor.evaluate.perplexity import Evaluation, Losses
+from compressor.evaluate.tasks import Drop, Scores, lost_documents
+from compressor.models.source import identify
+from compressor.patch.tree import identify_patched, patched
+from compressor.plan.search import Plan, Planner, ask_all
+from compressor.plan.shapes import Forms, name_all
+from compressor.plan.trials import label
+from compressor.runtime.errors import BudgetError
+
+MOST_VERIFICATIONS = 5  # looks at the verification text
+ENOUGH, AIM = 0.8, 0.93  # of the budget: a plan that uses less is made larger, and this much is aimed at
+MOST_DOCUMENTS = 64  # per task, to find out which block loses them
+
+
+def search_and_verify(planner: Planner, evaluator: Evaluator) -> tuple[Plan, Measured, Measured, int]:
+    """The largest plan that holds everywhere, what was measured of source and plan, and how often was looked.
+
+    A plan that the text refuses is searched again with less to spend. A plan that a task refuses gives back the block
+    that costs this task most. BudgetError when nothing is left.
+    """
+    model, say = planner.model, planner.progress.say
+    # All of the source is measured while it is whole; from here on only patched models are.
+    before = replace(evaluator.measure(model, "source", identify(model)), losses=planner.verified)
+    found, losses, looks = search_text(planner, evaluator, before.losses)
+    while True:
+        identity = identify_patched(model, found.fits)
+        with patched(model, planner.blocks, found.fits):
+            scores = evaluator.scores(model, "compressed", identity)
+            drops = evaluator.compare_tasks(before.scores, scores)
+            broken = broken_tasks(evaluator, drops)
+            if not broken:
+                written = evaluator.written(model, "compressed", identity)
+                return found, before, Measured(losses, scores, written), looks
+        refusal = missed_task(evaluator, drops, broken, found.forms)
+        index = worst_block(planner, evaluator, found, broken, before.scores, scores)
+        say(f"  task {', '.join(broken)} refuses it: block {index} costs most and goes back")
+        smaller = planner.without(found, index)
+        if smaller is None:
+            raise refusal
+        found, looks = smaller, looks + 1
+        losses = planner.verify(found)
+        texts = evaluator.compare_texts(before.losses, losses)
+        if share_used(planner, texts) > 1:  # a text that a smaller plan hurts more: rare, and no plan to write
+            raise missed_text(evaluator, texts, found.forms)
+
+
+def share_used(planner: Planner, texts: Mapping[str, Evaluation]) -> float:
+    """The share of the budget that the upper end uses, of the text that uses most."""
+    return max(evaluation.upper / planner.allowed[name] for name, evaluation in texts.items())
+
+
+def search_text(planner: Planner, evaluator: Evaluator, before: Losses) -> tuple[Plan, Losses, int]:
+    """The largest plan that holds on the verification text, its losses there, and how often was looked.
+
+    A plan that is refused there is searched again with less to spend; one that leaves much of the budget, with more.
+    """
+    say = planner.progress.say
+    best: tuple[Plan, Losses] | None = None
+    refusal: BudgetError | None = None
+    tighten, refused, ceiling, looks = 1.0, math.inf, math.inf, 0
+    while looks < MOST_VERIFICATIONS:
+        try:
+            found = planner.search(tighten, ceiling)
+        except BudgetError:
+            if best is None and refusal is None:
+                raise
+            break
+        if best is not None and found.forms == best[0].forms:
+            break
+        looks += 1
+        losses = planner.verify(found)
+        texts = evaluator.compare_texts(before, losses)
+        used = share_used(planner, texts)
+        ends = "; ".join(f"{label(n)}upper end {e.upper:+.3f} of {planner.allowed[n]:.3f}" for n, e in texts.items())
+        if used > 1:
+            say(f"  verification text refuses it: {ends}")
+            refusal = missed_text(evaluator, texts, found.forms)
+            refused, ceiling = min(refused, tighten), 0.99 * found.predicted
+            tighten *= AIM / used
+        else:
+            say(f"  verification text holds: {ends}")
+            best = (found, losses)
+            if used >= ENOUGH:
+                break
+            # Between what held and what was refused; a text that costs nothing must not send the next step too far.
+            tighten = min(tighten * min(AIM / max(used, 0.2), 3.0), (tighten + refused) / 2)
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return *best, looks
+
+
+def broken_tasks(evaluator: Evaluator, drops: Mapping[str, Drop]) -> list[str]:
+    limits = {name: limit for name, limit in evaluator.limits.items() if limit is not None}
+    return [name for name, limit in limits.items() if drops[name].upper > limit]
+
+
+def worst_block(
+    planner: Planner,
+    evaluator: Evaluator,
+    plan: Plan,
+    broken: list[str],
+    before: Mapping[str, Scores],
+    after: Mapping[str, Scores],
+) -> int:
+    """The block whose return wins back most of the documents that the broken tasks lost."""
+    if len(plan.forms) == 1:
+        return next(iter(plan.forms))
+    won: dict[int, float] = dict.fromkeys(plan.forms, 0.0)
+    whole = identify_patched(planner.model, plan.fits)
+    others = {i: {k: v for k, v in whole["replaced"].items() if k != str(i)} for i in plan.forms}
+    identities = {index: {**whole, "replaced": replaced} for index, replaced in others.items()}
+    for task in (task for task in evaluator.tasks if task.name in broken):
+        lost = lost_documents(task, before[task.name], after[task.name], MOST_DOCUMENTS)
+        for index in plan.forms if lost else []:
+            rest = {i: module for i, module in plan.fits.items() if i != index}
+            with patched(planner.model, planner.blocks, rest):
+                found = evaluator.score(planner.model, task, f"block {index} back", identities[index], lost)
+            gain = found[task.metric] - after[task.name][task.metric][lost]
+            won[index] += task.better * gain.sum().item()
+    return max(plan.forms, key=lambda index: (won[index], planner.damages[index].linear, -index))
+
+
+def refuse_missed(evaluator: Evaluator, before: Measured, after: Measured, forms: Forms) -> None:
+    """BudgetError when a given plan does not hold."""
+    texts = evaluator.compare_texts(before.losses, after.losses)
+    if any(e.upper > evaluator.budgets[name].dppl(e.baseline) for name, e in texts.items()):
+        raise missed_text(evaluator, texts, forms)
+    drops = evaluator.compare_tasks(before.scores, after.scores)
+    broken = broken_tasks(evaluator, drops)
+    if broken:
+        raise missed_task(evaluator, drops, broken, forms)
+
+
+def missed_text(evaluator: Evaluator, texts: Mapping[str, Evaluation], forms: Forms) -> BudgetError:
+    allowed = {name: evaluator.budgets[name].dppl(e.baseline) for name, e in texts.items()}
+    name = max(texts, key=lambda name: texts[name].upper / allowed[name])
+    found = texts[name]
+    return BudgetError(
+        f"the budget {ask_all(evaluator.budgets)} is missed on the verification text: closest was block "
+        f"{name_all(forms)} with {label(name)}ΔPPL {found.delta:+.3f} (upper end {found.upper:+.3f}, allowed "
+        f"{allowed[name]:+.3f}; windows of {found.seq_len} tokens); nothing written"
+    )
+
+
+def missed_task(evaluator: Evaluator, drops: Mapping[str, Drop], broken: list[str], forms: Forms) -> BudgetError:
+    name = max(broken, key=lambda name: drops[name].upper - (evaluator.limits[name] or 0.0))
+    found, limit = drops[name], evaluator.limits[name] or 0.0
+    hint = "; more documents (--task-limit) would narrow the interval" if found.drop <= limit else ""
+    return BudgetError(
+        f"the budget of task {name} is missed: closest was block {name_all(forms)} with a drop of {found.drop:+.4f} "
+        f"(upper end {found.upper:+.4f}, allowed {limit:g}, {found.documents} documents{hint}); nothing written"
+    )

@@ -1,0 +1,138 @@
+"""What was measured once, on disk: tensors under the hash of everything that they depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from compressor.runtime import distributed
+from compressor.runtime.errors import InputError
+from compressor.runtime.locks import held_directory, sweep
+from compressor.runtime.outputs import sync
+from compressor.runtime.progress import Progress
+
+Tensors = dict[str, Tensor]
+PARTIAL = ".partial-"  # an entry that is being written
+
+
+def default_directory() -> Path:
+    """$COMPRESSOR_CACHE, else where this system keeps what can be made again."""
+    named = os.environ.get("COMPRESSOR_CACHE")
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compressor"
+
+
+class Cache:
+    """Measurements by key. Without a directory nothing is kept; a damaged entry is measured again."""
+
+    def __init__(self, directory: Path | None, progress: Progress) -> None:
+        self.directory, self.progress, self.warned = directory, progress, False
+        if directory is not None:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                sweep(directory, PARTIAL)
+            except OSError as error:
+                raise InputError(
+                    f"the cache {directory} cannot be made: {error.strerror}; name another with --cache, or --no-cache"
+                ) from error
+
+    def get(self, step: str, key: Mapping[str, Any], measure: Callable[[], Tensors]) -> Tensors:
+        """The tensors of this key: from disk when they are there (a named step says so), else measured and kept."""
+        kept = self.find(key)
+        if kept is None:
+            kept = measure()
+            self.keep(key, kept)
+        elif step:
+            self.progress.say(f"{step}: measured before")
+        return kept
+
+    def find(self, key: Mapping[str, Any]) -> Tensors | None:
+        """What rank 0 has kept of this key, for all processes."""
+        kept = self.read_own(key) if distributed.rank() == 0 else None
+        return distributed.broadcast(kept) if distributed.agree(kept is not None) else None
+
+    def keep(self, key: Mapping[str, Any], found: Tensors, *, needed: bool = False) -> None:
+        """What is `needed` is read again in the same run, and cannot do without a disk that holds it."""
+        if distributed.rank() == 0:
+            self.write_own(key, found)
+            if needed and not self.place(key)[0].is_file():
+                raise InputError(
+                    f"the cache {self.directory} holds no more, and what is measured must be kept while the run lasts; "
+                    "make room, or name another with --cache, and give the same command again"
+                )
+
+    def read_own(self, key: Mapping[str, Any]) -> Tensors | None:
+        """What this process has kept of this key."""
+        return None if self.directory is None else self.read(*self.place(key))
+
+    def write_own(self, key: Mapping[str, Any], found: Tensors) -> None:
+        if self.directory is not None:
+            self.write(*self.place(key), found)
+
+    def drop(self, key: Mapping[str, Any]) -> None:
+        if self.directory is not None:
+            self.place(key)[0].unlink(missing_ok=True)
+
+    def has(self, key: Mapping[str, Any]) -> bool:
+        found = distributed.rank() == 0 and self.directory is not None and self.place(key)[0].is_file()
+        return bool(distributed.agree(found))
+
+    def place(self, key: Mapping[str, Any]) -> tuple[Path, str]:
+        """The file of a key, and the key in words."""
+        assert self.directory is not None
+        words = json.dumps(key, sort_keys=True, default=str)
+        return self.directory / f"{hashlib.sha256(words.encode()).hexdigest()[:40]}.safetensors", words
+
+    def read(self, file: Path, words: str) -> Tensors | None:
+        try:
+            with safe_open(file, framework="pt") as entry:
+                notes = entry.metadata() or {}
+                found = {name: entry.get_tensor(name) for name in entry.keys()}  # noqa: SIM118
+            if notes.get("key") == words and notes.get("sha256") == digest(sorted(found.items())):
+                return found
+            reason = "its contents are not what was written"
+        except FileNotFoundError:
+            return None
+        except (SafetensorError, OSError, ValueError) as error:
+            reason = str(error)
+        self.progress.say(f"warning: the cached {file.name} is damaged ({reason}); it is measured again")
+        return None
+
+    def write(self, file: Path, words: str, found: Tensors) -> None:
+        """One rename, so that a reader never sees half of it. A full disk costs the entry, not the run."""
+        try:
+            with held_directory(file.parent, PARTIAL) as folder:
+                notes = {"key": words, "sha256": digest(sorted(found.items()))}
+                partial = folder / file.name
+                save_file({name: tensor.contiguous() for name, tensor in found.items()}, partial, notes)
+                sync(partial)
+                os.replace(partial, file)
+                sync(file.parent)
+        except (OSError, SafetensorError) as error:
+            if not self.warned:  # one line: a full disk refuses every entry from here on
+                self.progress.say(f"warning: the cache {self.directory} was not written: {error}")
+            self.warned = True
+
+
+def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 of named tensors in the given order, one tensor in memory at a time."""
+    sha = hashlib.sha256()
+    for name, tensor in tensors:
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        sha.update(bytes_of(tensor))
+    return sha.hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """A view of the tensor's bytes."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

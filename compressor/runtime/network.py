@@ -1,0 +1,51 @@
+"""The Hugging Face Hub from afar: whether it answers, and which names a repository on it can have."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from huggingface_hub import constants, get_session, is_offline_mode
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+from compressor.runtime.errors import reason_of
+
+PROBE_SECONDS = 4.0
+
+
+def why_unreachable() -> str | None:
+    """Why the Hub cannot be reached, or None when it answers.
+
+    Asked in a thread: a name server that does not answer blocks for longer than any timeout of the request.
+    """
+    if is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    reasons = [f"no answer in {PROBE_SECONDS:g} s"]
+
+    def ask() -> None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)
+            reasons.clear()
+        except Exception as error:
+            reasons[:] = [reason_of(error)]
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(PROBE_SECONDS)
+    return next(iter(reasons), None)
+
+
+def is_repo_id(name: Any) -> bool:
+    """A name that a repository on the Hub can have: OWNER/NAME, or one of the old ones without an owner."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def is_hub_id(model: str, revision: str | None) -> bool:
+    """Whether a recorded source is a repository. A name without an owner is one only with a commit: the class of a
+    model that came from nowhere looks the same."""
+    return model != "demo" and is_repo_id(model) and ("/" in model or revision is not None)

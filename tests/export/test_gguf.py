@@ -1,0 +1,185 @@
+"""GGUF files in stock llama.cpp: the same tokens, the same probabilities, for every family and kind of replacement."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Compress, Refused
+from test_exporting import save
+from zoo import CHAT_TEMPLATE, FORMS, LINEAR_FORMS, LLAMA_TYPED, TEXT, VOCAB, compressed, tiny_tokenizer
+
+from compressor.export.gguf import DTYPES, MULTIPLE, write_gguf
+from compressor.export.llama import as_llama
+from compressor.export.llamacpp import Runner
+from compressor.plan.shapes import Form
+
+KINDS = {
+    "linear": Form(None),
+    "low-rank": Form(3),
+    "pruned": Form(0, 6),
+    "hybrid": Form(3, 5),
+    "bias only": Form(0),
+    "linear and neurons": Form(None, 4),
+}
+
+
+def read(file: Path) -> Any:
+    import gguf
+
+    return gguf.GGUFReader(file)
+
+
+@torch.no_grad()
+def expected_log_probabilities(model: Any, ids: list[int]) -> torch.Tensor:
+    found = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+    return found.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def check_in_llamacpp(model: Any, file: Path, off: float = 1e-4) -> None:
+    """Greedy tokens equal, log-probabilities within the tolerance, perplexity equal to 0.1 %."""
+    ids = torch.randint(1, VOCAB, (40,), generator=torch.Generator().manual_seed(5)).tolist()
+    expected = expected_log_probabilities(model, ids)
+    with torch.no_grad():
+        greedy = model.generate(torch.tensor([ids[:20]]), max_new_tokens=24, do_sample=False)[0, 20:].tolist()
+    with Runner(file) as run:
+        found = torch.tensor(run.log_probabilities(ids), dtype=torch.float64)
+        continued = run.greedy(ids[:20], 24)
+    assert (found - expected).abs().max() < off
+    assert math.exp(expected.mean() - found.mean()) == pytest.approx(1, abs=1e-3)
+    end = model.generation_config.eos_token_id
+    stop = greedy.index(end) if end in greedy else len(greedy)
+    assert [token for token in continued if token != end] == greedy[:stop]
+
+
+@pytest.mark.parametrize("forms", [FORMS, LINEAR_FORMS], ids=["every part", "linear"])
+@pytest.mark.parametrize("family", LLAMA_TYPED)
+def test_every_llama_type_in_llamacpp(family: str, forms: Any, tmp_path: Path) -> None:
+    model = compressed(family, forms)
+    file = tmp_path / "model.gguf"
+    write_gguf(as_llama(model, multiple=MULTIPLE, kept=True), tiny_tokenizer(), file, "f32", family)
+    check_in_llamacpp(model, file)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_replacement_beside_blocks_that_stay(kind: str, tmp_path: Path) -> None:
+    model = compressed("llama-plain", {1: KINDS[kind]})
+    llama = as_llama(model, multiple=MULTIPLE, kept=True)
+    write_gguf(llama, tiny_tokenizer(), tmp_path / "model.gguf", "f32", kind)
+    check_in_llamacpp(model, tmp_path / "model.gguf")
+    widths = read(tmp_path / "model.gguf").get_field("deci.feed_forward_length").contents()
+    assert widths == [48, 64 if kind == "linear and neurons" else 32, 48]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_weights_are_what_was_asked_for(compress: Compress, dtype: str, tmp_path: Path) -> None:
+    model = save(tmp_path / "small", "qwen2")
+    file = tmp_path / "model.gguf"
+    done = compress("export", tmp_path / "small", "--to", "gguf", "--out", file, "--dtype", dtype, "--json")
+    assert done.code == 0, done.err
+    tensors = {tensor.name: tensor for tensor in read(file).tensors}
+    kinds = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
+    assert {kind for name, kind in kinds.items() if tensors[name].shape.size == 2} == {dtype.upper()}
+    assert {kind for name, kind in kinds.items() if tensors[name].shape.size == 1} == {"F32"}
+    report = json.loads(done.out)
+    assert report["parameters"]["exported"] == sum(tensor.n_elements for tensor in tensors.values()) + zero_biases(
+        model
+    )
+    assert report["checked"]["log_probability_off"] < {"f32": 1e-5, "f16": 1e-2, "bf16": 0.1, "q8_0": 0.3}[dtype]
+    assert file.stat().st_size == report["bytes"]
+
+
+def zero_biases(model: Any) -> int:
+    """Parameters that a LlamaForCausalLM counts and the file leaves out."""
+    llama = as_llama(model, multiple=MULTIPLE, kept=True).model
+    biases = [tensor for name, tensor in llama.named_parameters() if name.endswith("_proj.bias")]
+    return sum(bias.numel() for bias in biases if not bias.any())
+
+
+def test_vocabulary_template_and_ends_come_along(compress: Compress, tmp_path: Path) -> None:
+    save(tmp_path / "small", "llama")
+    assert compress("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "model.gguf").code == 0
+    tokenizer, reader = tiny_tokenizer(), read(tmp_path / "model.gguf")
+    assert reader.get_field("general.architecture").contents() == "deci"
+    assert reader.get_field("tokenizer.chat_template").contents() == CHAT_TEMPLATE
+    assert reader.get_field("tokenizer.ggml.eos_token_id").contents() == tokenizer.eos_token_id
+    with Runner(tmp_path / "model.gguf") as run:
+        assert run.tokenize(TEXT) == tokenizer(TEXT)["input_ids"]
+        assert run.detokenize(tokenizer(TEXT)["input_ids"]) == TEXT
+        assert run.chat_prompt([{"role": "user", "content": "Call me"}]) == "<user>Call me"
+
+
+def test_a_tokenizer_with_a_known_difference_is_told(compress: Compress, tmp_path: Path) -> None:
+    from tokenizers import pre_tokenizers
+
+    save(tmp_path / "small", "llama")
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.save_pretrained(tmp_path / "small")
+    done = compress("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "model.gguf", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["notes"]
+    assert "note: llama.cpp puts no space before a text" in done.err
+
+
+def test_what_is_stored_is_what_was_folded(tmp_path: Path) -> None:
+    """Read by the gguf package, not by what wrote it."""
+    model = compressed("llama", FORMS)
+    llama = as_llama(model, multiple=MULTIPLE, kept=True)
+    write_gguf(llama, tiny_tokenizer(), tmp_path / "model.gguf", "f32", "t")
+    tensors = {tensor.name: np.array(tensor.data) for tensor in read(tmp_path / "model.gguf").tensors}
+    layer = llama.model.model.layers[1]
+    for name, own in (("gate", layer.mlp.gate_proj), ("up", layer.mlp.up_proj), ("down", layer.mlp.down_proj)):
+        assert np.array_equal(tensors[f"blk.1.ffn_{name}.weight"], own.weight.numpy())
+    assert np.array_equal(tensors["blk.1.ffn_down.bias"], layer.mlp.down_proj.bias.numpy())
+    assert "output.weight" not in tensors  # tied
+    assert "rope_freqs.weight" not in tensors
+
+
+def test_files_that_exist(refused: Refused, compress: Compress, tmp_path: Path) -> None:
+    save(tmp_path / "small", "llama")
+    command = ["export", tmp_path / "small", "--to", "gguf", "--out"]
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link.gguf").symlink_to(tmp_path / "notes.txt")
+    assert "exists; name another file" in refused(*command, tmp_path / "notes.txt")
+    assert "--overwrite leaves it alone" in refused(*command, tmp_path / "notes.txt", "--overwrite")
+    assert "is a directory" in refused(*command, tmp_path / "folder")
+    assert "is a symbolic link" in refused(*command, tmp_path / "link.gguf")
+    assert "cannot be written" in refused(*command, tmp_path / "notes.txt" / "model.gguf")
+    assert compress(*command, tmp_path / "model.gguf").code == 0
+    assert "exists; name another file" in refused(*command, tmp_path / "model.gguf")
+    assert compress(*command, tmp_path / "model.gguf", "--overwrite", "--dtype", "f16").code == 0
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_another_gate_is_refused(refused: Refused, tmp_path: Path) -> None:
+    from zoo import write
+
+    write(compressed("llama", hidden_act="gelu"), tmp_path / "small")
+    line = refused("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "model.gguf")
+    assert "`deci` has only silu" in line
+
+
+def test_a_file_that_llamacpp_reads_otherwise_is_not_kept(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save(tmp_path / "small", "llama")
+    monkeypatch.setattr("compressor.export.gguf.paired", lambda tensor, head: tensor)
+    line = refused("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "model.gguf")
+    assert "in llama.cpp a log-probability is off by" in line
+
+
+def test_without_llamacpp_it_says_so(compress: Compress, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    save(tmp_path / "small", "llama")
+    with monkeypatch.context() as patching:
+        patching.setattr("compressor.export.llamacpp.available", lambda: False)
+        done = compress("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "model.gguf")
+    assert done.code == 0, done.err
+    assert "not run in llama.cpp: pip install xllamacpp" in done.err
+    check_in_llamacpp(compressed("llama"), tmp_path / "model.gguf")

@@ -1,0 +1,88 @@
+"""Blocks replaced on trial: the shortcut behind each block against a whole evaluation with the block replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from planted import LinearFFN, WildFFN, planted_model, random_text
+from zoo import FAMILIES, tiny_model
+
+from compressor.evaluate.perplexity import compare, evaluate
+from compressor.measure.profile import measure
+from compressor.measure.swap import Sweeper, linear_module
+from compressor.models.blocks import find_blocks
+from compressor.patch.tree import patched
+from compressor.runtime.cache import Cache
+from compressor.runtime.progress import Progress
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shortcut_equals_a_whole_evaluation_with_the_block_replaced(family: str) -> None:
+    model, text = tiny_model(family), random_text()
+    profile = measure(model, text)
+    found, seconds, whole = Sweeper(model, profile, text, tokens=200, batch_size=4).alone()
+    windows = text.selection.windows[:6]
+    before = evaluate(model, windows)
+    for p in profile.blocks:
+        with patched(model, find_blocks(model), {p.block.index: linear_module(model, p, torch.float32)}):
+            expected = compare(before, evaluate(model, windows))
+        got = found[p.block.index]
+        assert got.compressed == pytest.approx(expected.compressed, rel=1e-4)
+        assert got.delta_ci95 == pytest.approx(expected.delta_ci95, rel=1e-2, abs=1e-3)
+        assert got.tokens == 6 * 31
+    assert seconds > 0
+    assert whole > 0
+
+
+def test_a_linear_block_changes_nothing_and_a_wild_one_does() -> None:
+    """On a random model and random tokens a change may as well win as cost: it shows in the interval."""
+    model, text = planted_model(LinearFFN(), WildFFN(), WildFFN(seed=5)), random_text()
+    profile = measure(model, text)
+    sweeper = Sweeper(model, profile, text, tokens=4096)
+    alone, _, _ = sweeper.alone()
+    assert abs(alone[0].delta) < 1e-3
+    low, high = alone[1].delta_ci95
+    assert high - low > 1
+    assert alone[0].delta_ci95[1] - alone[0].delta_ci95[0] < 1e-3
+    both = sweeper.together([profile.blocks[0], profile.blocks[1]])
+    assert [found.blocks for found in both] == [(0,), (0, 1)]
+    assert both[0].evaluation.delta == pytest.approx(alone[0].delta, abs=1e-3)
+    assert both[1].evaluation.delta == pytest.approx(alone[1].delta, abs=1e-2)
+    assert both[1].removed == sum(b.parameters - 32 * 33 for b in find_blocks(model)[:2])
+
+
+def test_a_block_costs_only_the_layers_behind_it() -> None:
+    model, text = tiny_model("llama"), random_text()
+    profile = measure(model, text)
+    sweeper = Sweeper(model, profile, text, tokens=256, batch_size=8)  # one batch of 8 windows
+    rows: list[int] = []
+    for layer in model.model.layers:  # a layer that is skipped does not run its attention
+        layer.self_attn.register_forward_hook(
+            lambda _m, _a, output: rows.append(output[0].shape[0] * output[0].shape[1])
+        )
+    sweeper.alone()
+    layers, text_rows = len(profile.blocks), 256
+    timed = 3 * layers  # a first pass that warms up, and two that are timed
+    carried = 2 * layers  # the stream, once for its masks and once for its states
+    behind = layers * (layers - 1) // 2
+    few = layers * (4 * 16 + 2 * 8)  # sixteen tokens show how each layer adds its block, eight what the head does
+    assert sum(rows) <= (timed + carried + behind) * text_rows + few
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, text = tiny_model("gpt2"), random_text()
+    before = evaluate(model, text.selection.windows).nats
+    sweeper = Sweeper(model, measure(model, text), text, tokens=200)
+    sweeper.alone()
+    assert torch.equal(evaluate(model, text.selection.windows).nats, before)
+    assert all("forward" not in layer.__dict__ for layer in model.transformer.h)
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, text = tiny_model("gpt2"), random_text()
+    profile, cache = measure(model, text), Cache(tmp_path, Progress())
+    first = Sweeper(model, profile, text, tokens=200, cache=cache).alone()
+    monkeypatch.setattr(Sweeper, "begin", lambda self: pytest.fail("measured again"))
+    assert Sweeper(model, profile, text, tokens=200, cache=cache).alone() == first

@@ -1,0 +1,102 @@
+"""The neurons of every family are found by trying, and what is found is the block itself."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from planted import LinearFFN, WildFFN, planted_model, random_text
+from torch import nn
+from zoo import FAMILIES, WIDTH, logits, tiny_model
+
+from compressor.models.blocks import Rows, find_blocks, watch
+from compressor.models.neurons import find_neurons
+from compressor.patch.tree import patched
+from compressor.plan.fit import build_replacement
+from compressor.plan.moments_store import Statistics, own_bias
+from compressor.plan.selection import Fitted
+from compressor.plan.shapes import Form
+from compressor.runtime.progress import Progress
+
+GATED = {"gemma2", "gemma3", "glm4", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"}
+GATED |= {"stablelm", "cohere", "gemma3-vision"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_neurons_kept_is_the_model_itself(family: str) -> None:
+    model = tiny_model(family)
+    expected = logits(model)
+    fits = {}
+    for block in find_blocks(model):
+        neurons = find_neurons(model, block)
+        assert neurons is not None, block.path
+        assert neurons.gated == (family in GATED)
+        everything = Form(0, neurons.count)
+        bias = own_bias(block, neurons, torch.device("cpu"))
+        whole = Fitted(torch.arange(neurons.count), None, None, neurons.outer, bias, 0.0)
+        fits[block.index] = build_replacement(block, neurons, everything, whole).float()
+        assert abs(block.parameters - everything.parameters(block.width, neurons.size)) <= block.width
+    with patched(model, find_blocks(model), fits):
+        torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_enters_the_last_matrix_is_seen(family: str) -> None:
+    model = tiny_model(family)
+    block = find_blocks(model)[1]
+    neurons = find_neurons(model, block)
+    assert neurons is not None
+    seen: list[Rows] = []
+    with torch.no_grad(), watch(model, [block], lambda _, rows: seen.append(rows), {1: neurons.outer_path}):
+        logits(model)
+    torch.testing.assert_close(seen[0].a, neurons.activate(seen[0].x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_block_that_is_built_otherwise_has_none_and_is_surveyed_all_the_same() -> None:
+    model = planted_model(LinearFFN(), WildFFN(), WildFFN(seed=5))
+    assert [find_neurons(model, block) for block in find_blocks(model)] == [None] * 3
+    surveys = Statistics(model, random_text(), None, 8, Progress()).surveys()
+    assert {option.form.neurons for option in surveys[0].options} == {0}
+    assert surveys[0].damage.linear < 1e-6
+
+
+def test_an_activation_that_nobody_knows_is_not_guessed() -> None:
+    class Cubed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x**3
+
+    model = tiny_model("gpt2")
+    model.transformer.h[1].mlp.act = Cubed()
+    blocks = find_blocks(model)
+    assert find_neurons(model, blocks[1]) is None
+    assert find_neurons(model, blocks[0]) is not None
+    assert blocks[0].width == WIDTH
+
+
+def test_short_memory_keeps_no_neurons_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Memory:
+        available = int(5 * 8 * (2 * WIDTH) ** 2 / 0.8) + 8
+
+    monkeypatch.setattr("psutil.virtual_memory", Memory)
+    statistics = Statistics(tiny_model("gpt2"), random_text(), None, 8, Progress(visible=True))
+    assert set(statistics.neurons.values()) == {None}
+    assert "memory is short" in capsys.readouterr().err
+
+
+def test_a_place_without_a_cache_is_gone_with_its_owner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And what a killed run left of its own is gone with the next."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    stale = tmp_path / ".compressor-scratch-abcdefgh"
+    stale.mkdir()
+    (stale / "lock").touch()
+    statistics = Statistics(tiny_model("gpt2"), random_text(), None, 8, Progress())
+    assert statistics.cache.directory is not None
+    assert list(tmp_path.iterdir()) == [statistics.cache.directory]
+    assert statistics.cache.directory != stale
+    del statistics
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []

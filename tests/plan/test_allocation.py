@@ -1,0 +1,271 @@
+"""The whole planner through the command: kept neurons, several budgets, statistics reused, the budget really spent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Compress
+from planted import random_text
+from torch.nn import functional
+from zoo import FAMILIES, logits, tiny_model, tokens
+
+from compressor.cli import options as opt
+from compressor.evaluate import speed as timing
+from compressor.evaluate.budget import Budget
+from compressor.evaluate.perplexity import evaluate
+from compressor.measure.profile import measure
+from compressor.models.blocks import find_blocks
+from compressor.models.residual import Stream, resume, stream_gain
+from compressor.plan.calibration import Agreement, Point, rank_correlation
+from compressor.plan.fit import Fitter
+from compressor.plan.frontier import Option
+from compressor.plan.moments_store import Statistics
+from compressor.plan.search import Planner
+from compressor.plan.shapes import Form
+from compressor.plan.trials import Bench
+from compressor.runtime.cache import Cache
+from compressor.runtime.progress import Progress
+
+TEXT = random_text()
+
+
+def planted_gpt2() -> Any:
+    """Block 1 is a rank-5 linear map and 7 live neurons; of block 0 half of the neurons are dead, a quarter doubled."""
+    model = tiny_model("gpt2", activation_function="silu", n_inner=48)
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    with torch.no_grad():
+        mlp = model.transformer.h[1].mlp
+        linear, into = random(32, 5) / 3, random(5, 32)
+        mlp.c_fc.weight.zero_()
+        mlp.c_fc.bias.zero_()
+        mlp.c_proj.weight.zero_()
+        mlp.c_fc.weight[:, :5], mlp.c_fc.weight[:, 5:10] = linear, -linear
+        mlp.c_proj.weight[:5], mlp.c_proj.weight[5:10] = into, -into
+        mlp.c_fc.weight[:, 10:17], mlp.c_proj.weight[10:17] = random(32, 7), 2 * random(7, 32)
+        mlp = model.transformer.h[0].mlp
+        mlp.c_fc.weight.copy_(random(*mlp.c_fc.weight.shape))
+        mlp.c_proj.weight.copy_(2 * random(*mlp.c_proj.weight.shape))
+        mlp.c_proj.weight[:24] = 0
+        mlp.c_fc.weight[:, 24:36] = mlp.c_fc.weight[:, 36:]
+        mlp.c_fc.bias.zero_()
+        mlp = model.transformer.h[2].mlp
+        mlp.c_fc.weight.copy_(3 * random(*mlp.c_fc.weight.shape))
+        mlp.c_proj.weight.copy_(3 * random(*mlp.c_proj.weight.shape))
+        model.lm_head.weight.mul_(30)  # sure of what it says: a small error costs much
+    return model
+
+
+def test_what_is_planted_is_found_and_nothing_else_is_touched() -> None:
+    """With a budget of next to nothing only loss-free replacements happen, and all of them."""
+    model = planted_gpt2()
+    before = evaluate(model, TEXT.verification.windows).perplexity
+    bench = Bench(model, TEXT)
+    planner = Planner(bench, measure(model, TEXT), {"text": Budget.parse("0.01%")}, objective="size")
+    plan = planner.search()
+    assert plan.forms == {0: Form(0, 12), 1: Form(5, 7)}
+    found = plan.selection["text"]
+    assert abs(found.delta) < 1e-4 * found.baseline
+    assert abs(planner.verify(plan).perplexity - before) < 1e-4 * before
+
+
+def test_a_smaller_but_slower_form_is_not_chosen_for_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def slower(_model: Any, _block: Any, replacement: Any) -> bool:
+        asked.append(replacement.kind)
+        return bool(replacement.kind == "hybrid")
+
+    monkeypatch.setattr("compressor.plan.trials.slower", slower)
+    model = planted_gpt2()
+    bench, profile = Bench(model, TEXT), measure(model, TEXT)
+    budgets = {"text": Budget.parse("0.01%")}
+    plan = Planner(bench, profile, budgets, objective="speed").search()
+    assert "hybrid" in asked
+    assert {form.kind for form in plan.forms.values()} == {"pruned"}
+    asked.clear()
+    assert Planner(bench, profile, budgets, objective="size").search().forms[1].kind == "hybrid"
+    assert asked == []
+
+
+def test_the_clock_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run that goes on where another stopped comes to the same plan, whatever the clock says by then."""
+    monkeypatch.setattr("compressor.plan.trials.slower", lambda *_: True)
+    model, cache = planted_gpt2(), Cache(tmp_path / "cache", Progress())
+    profile, budgets = measure(model, TEXT), {"text": Budget.parse("0.01%")}
+    first = Planner(Bench(model, TEXT, cache=cache), profile, budgets).search()
+    monkeypatch.setattr("compressor.plan.trials.slower", lambda *_: False)
+    assert Planner(Bench(model, TEXT, cache=cache), profile, budgets).search().forms == first.forms
+    assert Planner(Bench(model, TEXT), profile, budgets).search().forms != first.forms
+
+
+def test_slower_is_measured() -> None:
+    model = tiny_model("llama", hidden_size=256, intermediate_size=512)
+    block = find_blocks(model)[0]
+
+    class Slow(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(40):
+                x = functional.linear(x, torch.eye(256))
+            return x
+
+    assert timing.slower(model, block, Slow())  # type: ignore[arg-type]
+    assert not timing.slower(model, block, torch.nn.Identity())  # type: ignore[arg-type]
+
+
+def test_flops_count_every_matrix_once() -> None:
+    model = tiny_model(
+        "llama"
+    )  # tied, width 32, 3 layers, 48 neurons, 2 of 4 heads for keys and values, vocabulary 300
+    attention = 2 * 32 * 32 + 2 * 32 * 16
+    assert timing.flops_per_token(model, 16) == 2 * (3 * (attention + 3 * 32 * 48) + 300 * 32) + 4 * 32 * 3 * 8
+    untied = tiny_model("gpt_neox")
+    assert timing.flops_per_token(untied, 2) == 2 * (3 * (4 * 32 * 32 + 2 * 32 * 48) + 300 * 32) + 4 * 32 * 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_that_begins_in_the_middle_ends_the_same(family: str) -> None:
+    model, windows = tiny_model(family), tokens(4, 16)
+    expected = evaluate(model, windows, batch_size=2).nats
+    stream = Stream(model, find_blocks(model), windows, 2)
+    for index in (0, 1, 2):
+        stream.advance(index)
+        with resume(model, stream):
+            torch.testing.assert_close(evaluate(model, windows, batch_size=2).nats, expected, rtol=1e-5, atol=1e-5)
+    before = logits(model)
+    assert torch.equal(logits(model), before)
+    assert all("forward" not in vars(layer) for layer in stream.layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_stream_is_made_up_for_where_the_block_is_added_to_it(family: str) -> None:
+    """Fitting in order must bring a later block's output nearer to the original stream, in every family; behind a norm
+    it can only copy the block."""
+    model = tiny_model(family)
+    blocks = find_blocks(model)
+    gain = stream_gain(model, blocks[0], Stream(model, blocks, TEXT.held_out[:4], 4))
+    normed = family in ("gemma2", "gemma3", "gemma3-vision", "glm4", "olmo2", "opt-350m")
+    assert (gain is None) == normed
+    if family == "granite":
+        assert gain == pytest.approx(model.config.residual_multiplier, rel=1e-3)
+    statistics = Statistics(model, TEXT, None, 8, Progress())
+    fits = Fitter(statistics, statistics.surveys()).in_order({0: Form(0), 1: Form(0, 20)})
+    assert [fits[i].kind for i in fits] == ["bias", "pruned"]
+    assert all(p.isfinite().all() for module in fits.values() for p in module.parameters())
+
+
+def point(index: int, predicted: float, measured: float, error: float = 0.0) -> Point:
+    return Point(Option(index, Form(0, 4), 1, predicted), predicted, measured, error)
+
+
+def test_agreement_corrects_what_was_measured_well() -> None:
+    found = Agreement([point(0, 1.0, 2.0), point(1, 2.0, 4.2), point(2, 4.0, 7.9), point(3, 1e-3, 9e-3, error=1.0)])
+    factors = found.factors()
+    assert factors[0] == pytest.approx(2.0, rel=0.01)
+    assert factors[2] == pytest.approx(7.9 / 4, rel=0.01)
+    assert factors[3] == pytest.approx(2.0, rel=0.1), "noise says nothing: its neighbours do"
+    wild = Agreement([point(0, 1.0, 100.0), point(1, 1.0, 1.0), point(2, 1.0, -3.0)]).factors()
+    assert wild == pytest.approx({0: 4, 1: 1, 2: 0.25})
+
+
+def test_agreement_does_not_believe_a_lucky_block() -> None:
+    """Every prediction is twice too small, and the measurements scatter by their noise: no factor may follow that."""
+    generator = torch.Generator().manual_seed(3)
+    points = [point(k, 1.0, 2.0 + 0.6 * torch.randn((), generator=generator).item(), error=0.6) for k in range(30)]
+    factors = Agreement(points).factors()
+    measured = [p.measured for p in points]
+    assert max(measured) / min(measured) > 2
+    assert max(factors.values()) / min(factors.values()) < (max(measured) / min(measured)) ** 0.5
+    assert sum(factors.values()) / 30 == pytest.approx(2.0, rel=0.15)
+    assert rank_correlation([1, 2, 3, 4], [10, 20, 25, 90]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+
+
+def test_several_budgets_after_one_flag() -> None:
+    assert opt.spread(["plan", "m", "--max-dppl", "0.5", "1", "2%", "--json"]) == [
+        *("plan", "m", "--max-dppl", "0.5", "--max-dppl", "1", "--max-dppl", "2%", "--json")
+    ]
+    assert opt.spread(["m", "--max-dppl", "1.0", "--out", "3"]) == ["m", "--max-dppl", "1.0", "--out", "3"]
+    assert opt.spread(["--max-dppl", "1.0", "./m"]) == ["--max-dppl", "1.0", "./m"]
+
+
+@pytest.fixture
+def frontier(compress: Compress, models: Path, options: list[str], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    def run(*budgets: str) -> dict[str, Any]:
+        command = ["plan", models / "llama", "--max-dppl", *budgets, "--confidence", "0", *options]
+        done = compress(*command, "--out", tmp_path / "plan.json", "--cache", tmp_path / "cache", "--json")
+        assert done.code == 0, done.err
+        return {**json.loads(done.out), "err": done.err}
+
+    return run
+
+
+def test_the_frontier_of_several_budgets(
+    frontier: Callable[..., dict[str, Any]], compress: Compress, models: Path, options: list[str], tmp_path: Path
+) -> None:
+    report = frontier("0.02%", "0.5%", "20%")
+    points = report["frontier"]
+    assert [p["asked"] for p in points] == ["0.02%", "0.5%", "20%"]
+    removed = [p["removed"] for p in points]
+    assert removed == sorted(removed)
+    assert removed[-1] > 0
+    for p in points:
+        if p["removed"]:
+            assert p["flops_ratio"] > 1
+            text = p["texts"]["text"]
+            assert text["delta"] <= float(p["asked"].rstrip("%")) / 100 * text["baseline"] * 1.02
+            assert Path(p["file"]).is_file()
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "plan.svg").read_text()
+    again = frontier("0.02%", "1%")
+    assert "profile: measured before" in again["err"]
+    assert "survey: measured before" in again["err"]
+    assert "gradients" not in again["err"], "no calibration pass for another budget"
+    done = compress("apply", models / "llama", tmp_path / "plan-20pct.json", "--out", tmp_path / "out")
+    assert done.code == 0, done.err
+    record = json.loads((tmp_path / "out" / "compression.json").read_text())
+    assert record["parameters"]["removed"] == removed[-1]
+
+
+def test_the_table_of_the_frontier(compress: Compress, models: Path, options: list[str], tmp_path: Path) -> None:
+    command = ["plan", models / "llama", "--max-dppl", "1e-9", "20%", *options, "--out", tmp_path / "plan.json"]
+    done = compress(*command)
+    assert done.code == 2, "1e-9 is not one of the amounts that a flag takes several of"
+    done = compress("plan", models / "llama", "--max-dppl", "0.5%", "20%", *options, "--out", tmp_path / "plan.json")
+    assert done.code == 0, done.err
+    assert "FLOPs per token" in done.out
+    assert "plan-20pct.json" in done.out
+    assert "before compensation" in done.out
+    refused = compress(models / "llama", "--max-dppl", "0.5", "1", *options, "--out", tmp_path / "out")
+    assert refused.code == 2
+    assert "given twice" in refused.err
+
+
+def test_the_record_has_speed_agreement_and_time(compressed: Path) -> None:
+    record = json.loads((compressed / "compression.json").read_text())
+    speed = record["speed"]
+    assert speed["flops_before"] > speed["flops_after"] > 0
+    assert speed["prefill_ratio"] == pytest.approx(speed["prefill_after"] / speed["prefill_before"])
+    assert speed["decode_ratio"] > 0
+    assert len(record["agreement"]["blocks"]) == len(record["blocks"])
+    assert record["timings"]["one_forward_pass"] > 0
+    page = (compressed / "report.html").read_text()
+    assert "Predicted against measured" in page
+    assert "FLOPs per token" in page
+
+
+def test_what_verification_leaves_over_is_spent(compressed: Path) -> None:
+    """The upper end lies in the last fifth of the budget, unless nothing larger was left to try."""
+    record = json.loads((compressed / "compression.json").read_text())
+    used = record["perplexity"]["delta_upper"] / record["budget"]["max_dppl"]
+    assert used <= 1
+    everything = all(block["replacement"]["kind"] == "bias" for block in record["blocks"])
+    assert used >= 0.8 or record["verification_looks"] >= 2 or everything

@@ -1,0 +1,146 @@
+"""Ctrl-C and SIGTERM: one line within two seconds, also in the middle of a call that Python cannot interrupt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Compress
+
+from compressor.runtime.interrupts import TRACES, interrupts
+
+ROOT = Path(__file__).parents[2]
+LINE = "error: interrupted; nothing was written"
+ONWARDS = "; the same command goes on where it stopped"
+
+# The whole job is replaced by something long, in the middle of writing a directory.
+LONG = """
+import sys, time
+from pathlib import Path
+import torch
+from compressor.runtime import outputs as directories
+from compressor.pipelines import compress as pipeline
+from compressor.__main__ import run
+
+HOW = sys.argv.pop()
+
+def in_torch():
+    torch.linalg.eigh(torch.eye(6000, dtype=torch.float64) + 1)
+
+def in_python():
+    while True:
+        time.sleep(0.01)
+
+def swallowed():
+    while True:
+        try:
+            time.sleep(10)
+        except KeyboardInterrupt:
+            pass
+
+def work(recipe, setting):
+    with directories.reserved(recipe.out, False, None, "record", print) as target:
+        with directories.whole_directory(target) as partial:
+            (partial / "half").touch()
+            print("ready", flush=True)
+            globals()[HOW]()
+
+torch.set_num_threads(1)
+pipeline.compress = work
+run()
+"""
+
+
+def launch(how: str, out: Path, *options: str, **settings: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", LONG, "demo", "--max-dppl", "1", "--out", str(out), *options, how]
+    settings.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # pytest-xdist ignores it
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COMPRESSOR_CACHE": str(out.parent / "cache")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **settings,  # type: ignore[call-overload]
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "options", "line"),
+    [
+        ("in_torch", signal.SIGINT, [], LINE + ONWARDS),
+        ("in_python", signal.SIGTERM, ["--no-cache"], LINE),
+        ("swallowed", signal.SIGTERM, [], LINE + ONWARDS),
+    ],
+)
+def test_a_signal_ends_it_with_one_line(
+    tmp_path: Path, how: str, number: signal.Signals, options: list[str], line: str
+) -> None:
+    process = launch(how, tmp_path / "out", *options)
+    time.sleep(0.5)  # the call is under way
+    began = time.monotonic()
+    process.send_signal(number)
+    process.send_signal(number)  # an impatient user gets no second line
+    out, err = process.communicate(timeout=20)
+    assert time.monotonic() - began < 2.5
+    assert (process.returncode, out, err.splitlines()) == (128 + number, "", [line])
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["cache"])
+
+
+def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path: Path) -> None:
+    """A job in the background of a script, or under nohup."""
+    process = launch("in_python", tmp_path / "out", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=2)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=20)[1].splitlines() == [LINE + ONWARDS]
+    assert process.returncode == 143
+
+
+def test_everything_is_put_back(capfd: pytest.CaptureFixture[str]) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    threads = threading.active_count()
+    with pytest.raises(KeyboardInterrupt), interrupts(resumes=True):
+        signal.raise_signal(signal.SIGTERM)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert threading.active_count() == threads
+    assert signal.set_wakeup_fd(-1) == -1
+    time.sleep(1.2)  # nothing ends this process
+    assert capfd.readouterr().err == ""
+
+
+def test_a_result_that_is_complete_is_not_denied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with interrupts(resumes=True) as caught:
+        TRACES.finished = tmp_path / "out"
+        assert [caught.tell(signal.SIGTERM), caught.tell(signal.SIGTERM)] == [143, 143]
+    assert capsys.readouterr().err == f"error: interrupted; {tmp_path / 'out'} is complete\n"
+
+
+def test_a_child_may_be_ended_alone() -> None:
+    """A forked worker that gets a signal must not end its parent, which shares the pipe."""
+    with interrupts(resumes=True):
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        time.sleep(0.2)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGTERM
+        time.sleep(1.3)
+
+
+def test_another_thread_runs_the_command_too(compress: Compress) -> None:
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(compress("info", "./nowhere").code))
+    thread.start()
+    thread.join()
+    assert codes == [2]
