@@ -26,8 +26,8 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from compressor.models.load import DEMO
 from compressor.models.safetensors_files import INDEX, write_shard
+from compressor.runtime.names import DEMO
 
 GOAL = 0.33
 JOB = "--max-dppl 50% --confidence 0 --text demo --seq-len 32 --calib-tokens 640 --select-tokens 64 --verify-tokens 64"

@@ -78,9 +78,9 @@ def export(
     from compressor.models import hub
 
     hub.refuse_out_of_reach(model)  # before torch is imported, which takes longer than this
-    from compressor.export import exporter, request
+    from compressor.export import exporter
     from compressor.runtime.progress import Progress
 
     chosen: dict[str, Any] = {"dtype": dtype, "overwrite": overwrite, "force": force}
     report = exporter.export(model, to, out, **chosen, progress=Progress(visible=True))
-    emit(report, as_json, request.export_lines(report), None)
+    emit(report, as_json, exporter.export_lines(report), None)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compressor.evaluate.perplexity import logits_batch
 from compressor.measure.moments import ACCUMULATION_DTYPE
-from compressor.measure.profiles import Profile
+from compressor.measure.profile import Profile
 from compressor.measure.regression import RankLadder
 from compressor.models.blocks import Block, hidden_of
 from compressor.models.offload import device_of

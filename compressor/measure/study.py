@@ -10,18 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.measure.crossing import Crossing, cross
 from compressor.measure.gradients import Damage
 from compressor.measure.probes import (
     Bilinear,
+    Crossing,
     Sample,
     Trained,
+    cross,
     draw_windows,
     probe_bilinear,
     probe_trained,
     sample_rows,
 )
-from compressor.measure.profiles import BlockProfile, Profile
+from compressor.measure.profile import BlockProfile, Profile
 from compressor.measure.swap import MODEST, Sweep, Sweeper
 from compressor.measure.verdicts import SAFE_NATS, Verdict, judge
 from compressor.models.blocks import Block

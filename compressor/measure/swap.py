@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compressor.evaluate.perplexity import Evaluation, Losses, compare, evaluate, has_plain_head, logits_batch
 from compressor.measure.moments import ACCUMULATION_DTYPE
-from compressor.measure.profiles import BlockProfile, Profile
+from compressor.measure.profile import BlockProfile, Profile
 from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import Block, Rows, watch
 from compressor.models.residual import Stream, stream_gain

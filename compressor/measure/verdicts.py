@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from compressor.evaluate.perplexity import Evaluation
 from compressor.measure.gradients import Damage
-from compressor.measure.profiles import BlockProfile
+from compressor.measure.profile import BlockProfile
 
 SAFE_NATS = 0.02  # without a budget, a block is safe when its linear map costs less than this
 EXPECTED = 2.0  # times its prediction: a cost up to this is what gradients led to expect

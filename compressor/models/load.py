@@ -41,10 +41,10 @@ from compressor.models.safetensors_files import SINGLE, Shard, find_shards, hash
 from compressor.models.source import SOURCE_ATTRIBUTE, Source
 from compressor.runtime import distributed
 from compressor.runtime.errors import InputError, reason_of
+from compressor.runtime.names import DEMO
 from compressor.runtime.resources import amount, require_memory, require_precision
 from compressor.runtime.safe_files import read_json
 
-DEMO = Path(__file__).parents[1] / "demo"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROOM = 1.3  # times its weights: what a model takes on a GPU to compute
 SAMPLE = "The quick brown fox jumps over 13 lazy dogs."

@@ -20,8 +20,7 @@ from compressor.evaluate.speed import Speed
 from compressor.evaluate.tasks import Drop, Task
 from compressor.export.llama import LLAMA_TYPES
 from compressor.modeling_compressor import Replacement
-from compressor.models.origins import describe_origin
-from compressor.models.source import source_of
+from compressor.models.source import describe_origin, source_of
 from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import specs
 from compressor.plan.calibration import Agreement

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from compressor.evaluate.perplexity import Evaluation
-from compressor.measure.crossing import Crossing
-from compressor.measure.probes import BILINEAR_RANK, CONVERGED, ROUND, TRAINED_BATCH, TRAINED_RATE
-from compressor.measure.profiles import FIGURES, BlockProfile, Profile
+from compressor.measure.probes import BILINEAR_RANK, CONVERGED, ROUND, TRAINED_BATCH, TRAINED_RATE, Crossing
+from compressor.measure.profile import FIGURES, BlockProfile, Profile
 from compressor.measure.study import Study
 from compressor.patch.checkpoint import count_parameters
 from compressor.pipelines.describe import KEEP, describe_perplexity, describe_source, describe_text

@@ -17,10 +17,9 @@ from compressor.evaluate.evaluator import Evaluator
 from compressor.evaluate.generation import opening_prompts, read_prompts
 from compressor.evaluate.task_files import BUILT_IN_TASK
 from compressor.evaluate.tasks import Task, open_tasks, prefix_of
-from compressor.measure.crossing import refuse_widths
 from compressor.measure.gradients import GRADIENT_TOKENS, Damage, predict
-from compressor.measure.profile import measure
-from compressor.measure.profiles import Profile
+from compressor.measure.probes import refuse_widths
+from compressor.measure.profile import Profile, measure
 from compressor.measure.study import Study, Wanted, study
 from compressor.measure.verdicts import SAFE_NATS
 from compressor.models.blocks import find_blocks

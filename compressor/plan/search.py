@@ -11,7 +11,7 @@ from typing import Any
 from compressor.evaluate.budget import Budget, budgets_of
 from compressor.evaluate.perplexity import Evaluation, Losses
 from compressor.measure.gradients import Damage
-from compressor.measure.profiles import Profile
+from compressor.measure.profile import Profile
 from compressor.measure.verdicts import Verdict, judge
 from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import find_blocks

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+
+DEMO = Path(__file__).parents[1] / "demo"
 
 NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.:-]+)=(?P<rest>.*)", re.DOTALL)
 

@@ -19,9 +19,8 @@ from tinygguf import make_llama, write_gguf
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from compressor.export.gguf_tokenizer import BYTES, SPACE, add_vocabulary
+from compressor.export.gguf_tokenizer import BYTES, CUTS, SPACE, Cut, add_vocabulary
 from compressor.export.llamacpp import Runner, Settings
-from compressor.export.words import CUTS, Cut
 from compressor.runtime.errors import InputError
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|end|>"]

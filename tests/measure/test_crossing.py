@@ -7,8 +7,7 @@ import torch
 from planted import LinearFFN, WildFFN, planted_model, random_text
 from zoo import FAMILIES, tiny_model
 
-from compressor.measure.crossing import cross, refuse_widths, whitener
-from compressor.measure.probes import moments_of
+from compressor.measure.probes import cross, moments_of, refuse_widths, whitener
 from compressor.measure.profile import measure
 from compressor.runtime.errors import InputError
 

@@ -11,7 +11,7 @@ from conftest import Compress
 from transformers import AutoModelForCausalLM
 
 import compressor
-from compressor.models.load import DEMO
+from compressor.runtime.names import DEMO
 from compressor.text import DEMO_TEXT
 
 

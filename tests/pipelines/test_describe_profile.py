@@ -14,8 +14,7 @@ from zoo import FAMILIES, WIDTH, tiny_model
 from compressor.evaluate.perplexity import Evaluation
 from compressor.measure.gradients import Damage
 from compressor.measure.probes import sample_rows
-from compressor.measure.profile import measure
-from compressor.measure.profiles import BlockProfile
+from compressor.measure.profile import BlockProfile, measure
 from compressor.measure.verdicts import judge
 from compressor.models.blocks import find_blocks
 from compressor.pipelines.describe_profile import describe_corpora, describe_shape, ladder_ranks, name_rows, pearson

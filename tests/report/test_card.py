@@ -22,13 +22,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from zoo import save_tiny, tiny_tokenizer
 
 import compressor
-from compressor.models import origins
-from compressor.models.load import DEMO
+from compressor.models import source as origins
 from compressor.models.source import Source, source_of
 from compressor.report import card as cards
 from compressor.report.card_metadata import list_problems
 from compressor.report.scores import list_scores, slug
 from compressor.runtime.card_rules import carry_over, read_front_matter
+from compressor.runtime.names import DEMO
 
 NASTY = [
     *("`*_|<b>", "a\nb: c\n---\n# title", "\x1b[31m\x00\x9b", "\u202eevil", "no", "'\"{}: &x *y !!python/object"),
