@@ -1,125 +1,167 @@
-"""The record of a run, compression.json: what it must hold to be read."""
+"""The record of a run: everything that was measured, as one typed value. Written out, it is compression.json.
+
+Computing rooms fill a record, this room renders it, and reading a stranger's file is validating it. A part that was not
+measured is None; keys that this version does not know are kept, for the record is for people too.
+"""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import torch
-import transformers
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 import compressor
-from compressor.report.tables import info_lines
-from compressor.runtime.errors import InputError, reason_of
-from compressor.runtime.names import EXPORT, RECORD
+from compressor.report.record_parts import (
+    Agreement,
+    Block,
+    Breakdown,
+    Budget,
+    Check,
+    Corpus,
+    CorpusPair,
+    CrossSummary,
+    FrontierPoint,
+    Generation,
+    Parameters,
+    Part,
+    PerplexityChange,
+    Probes,
+    Rows,
+    SavedBlock,
+    Shape,
+    Source,
+    Speed,
+    Swap,
+    TaskResult,
+    TextResult,
+    Texts,
+    Tool,
+    TriedPlan,
+    Verdict,
+)
+from compressor.runtime.errors import InputError
+from compressor.runtime.names import EXPORT, RECORD, UNNAMED
 from compressor.runtime.safe_files import read_json
 
 SCHEMA_VERSION = 1
 
 
-class Part(BaseModel):
-    """Keys that nobody asked for are kept: the record is for people too."""
+class Versioned(Part):
+    """What every file of this tool begins with."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-
-class PlannedReplacement(Part):
-    kind: str = Field(pattern="^(keep|linear|lowrank|pruned|hybrid|bias)$")
-    rank: int | None = Field(default=None, ge=0, strict=True)
-    neurons: int | None = Field(default=None, ge=0, strict=True)
+    schema_version: Annotated[int, Field(ge=SCHEMA_VERSION, le=SCHEMA_VERSION)]
+    tool: Tool
+    environment: dict[str, Any] = Field(default_factory=dict)
 
 
-class PlannedBlock(Part):
-    index: int = Field(ge=0, strict=True)
-    path: str
-    r2_lin: float
-    r2_lin_ci95: tuple[float, float]
-    r2_stream: float
-    effective_rank: float
-    top_row_share: float
-    params_before: int = Field(ge=1, strict=True)
-    params_after: int = Field(ge=1, strict=True)
-    verdict: str = Field(pattern="^(safe|costly|unsafe)$")
-    reason: str
-    replacement: PlannedReplacement
+class SavedRecord(Versioned):
+    """A model that was saved through the Python API: what stands where, and no measurements."""
+
+    source: Source
+    parameters: Parameters
+    blocks: list[SavedBlock]
 
 
-class PlannedSource(Part):
-    model: str
-    weights_sha256: str
+class Record(Versioned):
+    """A profile, a plan, a compressed model or a check of one: the further a run came, the more parts are there."""
+
+    source: Source
+    parameters: Parameters
+    blocks: list[Block] = Field(default_factory=list)
+    # how linear the model is
+    text: Texts | None = None
+    rows: Rows | None = None
+    shape: Shape | None = None
+    swap: Swap | None = None
+    probes: Probes | None = None
+    cross: CrossSummary | None = None
+    corpora: list[Corpus] = Field(default_factory=list)
+    corpus_agreement: list[CorpusPair] = Field(default_factory=list)
+    # what the search found
+    recipe: dict[str, Any] = Field(default_factory=dict)
+    budget: Budget | None = None
+    selection: dict[str, PerplexityChange] = Field(default_factory=dict)
+    trials: list[TriedPlan] = Field(default_factory=list)
+    compensated: bool = False
+    agreement: Agreement | None = None
+    frontier: list[FrontierPoint] = Field(default_factory=list)
+    figures: list[str] = Field(default_factory=list)
+    # the compressed model against its source
+    perplexity: PerplexityChange | None = None
+    texts: dict[str, TextResult] = Field(default_factory=dict)
+    tasks: dict[str, TaskResult] = Field(default_factory=dict)
+    generation: Generation | None = None
+    where: Breakdown | None = None
+    checks: list[Check] = Field(default_factory=list)
+    warnings: list[str] = Field(default_factory=list)
+    passed: bool | None = None
+    speed: Speed | None = None
+    verification_looks: int | None = None
+    timings: dict[str, float] = Field(default_factory=dict)
+    out: str | None = None
+    # of a check alone
+    directory: str | None = None
+    compressed_sha256: str | None = None
+    tokenizer_sha256: str | None = None
+    baseline_written: str | None = None
+
+    @model_validator(mode="after")
+    def figures_of_a_compressed_model_are_whole(self) -> Record:
+        """Perplexity without its budget, its text and the sizes could not be shown."""
+        if self.perplexity is not None:
+            missing = [name for name in ("budget", "text") if getattr(self, name) is None]
+            missing += [f"parameters.{key}" for key, value in self.parameters if value is None]
+            if missing:
+                raise ValueError(f"there is perplexity, but no {', '.join(missing)}")
+        return self
+
+    def text_results(self) -> dict[str, TextResult]:
+        """Every text against its budget; an older record of one text has its figures at the top alone."""
+        if self.texts or self.perplexity is None or self.budget is None:
+            return self.texts
+        passed = self.perplexity.delta_upper <= self.budget.max_dppl
+        budget = self.budget.model_dump(include={"max_dppl", "asked"})
+        return {UNNAMED: TextResult(**self.perplexity.model_dump(), **budget, passed=passed)}
+
+    def blocks_by_verdict(self) -> dict[Verdict, list[int]]:
+        """Block indices by verdict."""
+        words: tuple[Verdict, ...] = ("safe", "costly", "unsafe")
+        return {word: [block.index for block in self.blocks if block.verdict == word] for word in words}
+
+    def with_parts(self, **parts: Any) -> Record:
+        """The record with these parts set or replaced."""
+        return self.model_copy(update=parts)
 
 
-class PlannedBudget(Part):
-    asked: str
-    confidence: float
+class ProfileSet(Versioned):
+    """The linearity of several models."""
+
+    profiles: list[Record]
+    out: str | None = None
 
 
-def list_mistakes(error: ValidationError, most: int = 8) -> str:
-    mistakes = [f"{'.'.join(map(str, m['loc'])) or 'file'}: {m['msg']}" for m in error.errors()]
-    more = f"; and {len(mistakes) - most} more" if len(mistakes) > most else ""
-    return "; ".join(mistakes[:most]) + more
+def describe_tool() -> dict[str, Any]:
+    """The parts of `Versioned`: this tool, and what it runs on."""
+    import torch
+
+    packages = ("transformers", "safetensors", "tokenizers", "lm-eval")
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "tool": Tool(name="compressor", version=compressor.__version__),
+        "environment": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            **{name: version(name) for name in packages},
+            "threads": torch.get_num_threads(),
+        },
+    }
 
 
-class RecordedReplacement(Part):
-    path: str
-    replacement: PlannedReplacement
-
-
-class RecordedPerplexity(Part):
-    baseline: float
-    compressed: float
-    delta: float
-    delta_ci95: tuple[float, float]
-    delta_upper: float
-    tokens: int
-    seq_len: int
-
-
-class RecordedParameters(Part):
-    before: int
-    after: int
-    removed: int
-    removed_fraction: float
-
-
-class RecordedBudget(PlannedBudget):
-    max_dppl: float
-
-
-class RecordedText(Part):
-    verification: dict[str, Any]
-
-
-class SavedRecord(Part):
-    """What `compressor.save` writes: no measurements."""
-
-    schema_version: int = Field(ge=1, le=1, strict=True)
-    tool: dict[str, Any]
-    source: PlannedSource
-    parameters: dict[str, Any]
-    blocks: list[RecordedReplacement]
-
-
-class MeasuredRecord(Part):
-    """What the whole job and `apply` write."""
-
-    schema_version: int = Field(ge=1, le=1, strict=True)
-    tool: dict[str, Any]
-    source: PlannedSource
-    parameters: RecordedParameters
-    blocks: list[PlannedBlock]
-    perplexity: RecordedPerplexity
-    budget: RecordedBudget
-    text: RecordedText
-    rows: dict[str, int] = Field(default_factory=dict)
-
-
-def read_record(directory: Path) -> dict[str, Any]:
-    """compression.json of a checkpoint, with the parts that every reader needs."""
+def read_record(directory: Path) -> Record | SavedRecord:
+    """compression.json of a checkpoint, or one line that says why it is none."""
     if not directory.is_dir():
         raise InputError(f"directory {directory} does not exist; give one that compress wrote")
     file = directory / RECORD
@@ -127,52 +169,20 @@ def read_record(directory: Path) -> dict[str, Any]:
         if (directory / EXPORT).is_file():
             raise InputError(f"{directory} is an export; give the compressed checkpoint that it was made from")
         raise InputError(f"{directory} has no {RECORD}: it was not written by compress")
-    record = read_json(file, str(directory))
+    values = read_json(file, str(directory))
     try:
-        (MeasuredRecord if "perplexity" in record else SavedRecord).model_validate(record)
-        info_lines(record)  # the parts that need not be there must be sound when they are
+        return (Record if "perplexity" in values else SavedRecord).model_validate(values)
     except ValidationError as error:
         raise InputError(f"{file} is not a compression record of schema 1: {list_mistakes(error)}") from error
-    except Exception as error:
-        reason = f"its figures cannot be shown ({type(error).__name__}: {reason_of(error)})"
-        raise InputError(f"{file} is not a compression record of schema 1: {reason}") from error
-    return record
 
 
-def describe_tool() -> dict[str, Any]:
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "tool": {"name": "compressor", "version": compressor.__version__},
-        "environment": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            **{name: version(name) for name in ("safetensors", "tokenizers", "lm-eval")},
-            "threads": torch.get_num_threads(),
-        },
-    }
+def list_mistakes(error: ValidationError, most: int = 8) -> str:
+    """What is wrong with a file, by the place in it."""
+    mistakes = [f"{'.'.join(map(str, m['loc'])) or 'file'}: {m['msg']}" for m in error.errors()]
+    more = f"; and {len(mistakes) - most} more" if len(mistakes) > most else ""
+    return "; ".join(mistakes[:most]) + more
 
 
-def verdict_counts(blocks: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Block indices by verdict."""
-    return {word: [b["index"] for b in blocks if b["verdict"] == word] for word in ("safe", "costly", "unsafe")}
-
-
-def profiles_of(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The single profiles in a record of one model or of several."""
-    found: list[Mapping[str, Any]] = list(report.get("profiles") or [report])
-    return found
-
-
-def flat(block: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A block's numbers and words in one row; lists of other things than an interval's two ends are left out."""
-    row: dict[str, Any] = {}
-    for key, value in block.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and key not in ("replacement", "ladder"):
-            row |= flat(value, f"{name}_")
-        elif key.endswith("ci95"):
-            row |= {f"{name}_low": value[0], f"{name}_high": value[1]}
-        elif not isinstance(value, (list, tuple, Mapping)) and name != "index":
-            row[name] = value
-    return row
+def profiles_of(record: Record | ProfileSet) -> list[Record]:
+    """The profiles in a record of one model or of several."""
+    return record.profiles if isinstance(record, ProfileSet) else [record]

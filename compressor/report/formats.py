@@ -1,0 +1,59 @@
+"""Figures and names as people read them: shared by the terminal, the page, the card and the charts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+from compressor.report.record_parts import Replacement
+
+MISSING = "–"
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def num(value: Any, sign: str = "", form: str = "") -> str:
+    """A whole number as it is; else three decimals, fewer for a large number, one digit for a tiny one."""
+    if not is_number(value):
+        return MISSING if value is None or isinstance(value, float) else str(value)
+    if isinstance(value, int) and not sign:
+        return f"{value:,}"
+    size = abs(value)
+    usual = ".1g" if 0 < size < 0.0005 else ",.3f" if size < 100 else ",.1f" if size < 10_000 else ",.0f"
+    return format(float(value), sign + (form or usual)).replace("-", "−").replace("inf", "∞")
+
+
+def percent(value: Any, digits: int = 1) -> str:
+    return f"{num(100.0 * value, form=f'.{digits}f')} %" if is_number(value) else MISSING
+
+
+def interval(pair: Sequence[float] | None) -> str:
+    return " … ".join(num(end, "+") for end in pair) if pair else MISSING
+
+
+def last_part(path: str | None) -> str:
+    """The last component of a name or path: what is passed on holds no local directory."""
+    return str(path or "").replace("\\", "/").rstrip("/").rpartition("/")[2].strip(". ") or "model"
+
+
+def block_numbers(indices: Sequence[int]) -> str:
+    """Block numbers, neighbours drawn together: 3, 7–9."""
+    runs: list[list[int]] = []
+    for index in sorted(indices):
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ", ".join(str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}–{b}" for a, b in runs)
+
+
+def name_replacement(replacement: Replacement) -> str:
+    """`pruned 472`, `hybrid 472 rank 48`, `lowrank 48`, `linear`; a dot for a block that stayed as it was."""
+    if replacement.kind == "keep":
+        return "·"
+    rank, neurons = replacement.rank, replacement.neurons
+    words = [replacement.kind, str(neurons or ""), f"rank {rank}" if rank and neurons else str(rank or "")]
+    return " ".join(word for word in words if word)

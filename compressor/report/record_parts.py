@@ -1,0 +1,439 @@
+"""The parts of a record: what was measured of one block, text, task or model, each a small typed value."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+# JSON has no word for a number that is not finite: it is written as null, and null is read as "not a number".
+Figure = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+Interval = Annotated[tuple[Figure, Figure], Field(strict=False)]
+Count = Annotated[int, Field(ge=0)]
+Verdict = Literal["safe", "costly", "unsafe"]
+
+
+class Part(BaseModel):
+    """A part of a record: fixed once made, strict about types."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, protected_namespaces=())
+
+
+class Tool(Part):
+    name: str = "compressor"
+    version: str
+
+
+class Source(Part):
+    """The model that was measured or compressed."""
+
+    model: str
+    revision: str | None = None
+    model_type: str = ""
+    weights_sha256: str
+    dtype: str = ""
+    exports: list[str] = Field(default_factory=list)  # what `compress export --to` can make of this family
+    card: dict[str, Any] = Field(default_factory=dict)  # what the source's own card says, as far as it holds here too
+
+
+class TextSplit(Part):
+    source: str = ""
+    sha256: str = ""
+    tokens: Count = 0
+
+
+class Texts(Part):
+    """The three disjoint stretches of text, in windows of one length."""
+
+    calibration: TextSplit | None = None
+    selection: TextSplit | None = None
+    verification: TextSplit
+    seq_len: int = 0
+    names: list[str] = Field(default_factory=list)
+
+
+class Parameters(Part):
+    """Distinct stored parameters, tied weights once."""
+
+    before: Annotated[int, Field(ge=1)] | None = None
+    after: Count | None = None
+    removed: int | None = None
+    removed_fraction: Figure | None = None
+
+
+class Rows(Part):
+    fitted: Count = 0
+    held_out: Count = 0
+
+
+class Replacement(Part):
+    """What stands in a block's place; `rank` None with kind linear is a full matrix."""
+
+    kind: Literal["keep", "linear", "lowrank", "pruned", "hybrid", "bias"]
+    rank: Count | None = None
+    neurons: Count | None = None
+
+
+class PerplexityChange(Part):
+    """Perplexity of two models on the same tokens, with the interval of the difference."""
+
+    baseline: Figure
+    compressed: Figure
+    delta: Figure
+    delta_ci95: Interval
+    delta_upper: Figure  # the end that a budget is held against
+    tokens: Count
+    seq_len: Count
+
+
+class Trial(PerplexityChange):
+    """A block replaced by its linear map, on trial."""
+
+    nats: Figure
+
+
+class Together(Trial):
+    """Several blocks replaced at once."""
+
+    blocks: list[int]
+    removed: int
+    removed_fraction: Figure
+
+
+class Ladder(Part):
+    """R² of the best map of each rank."""
+
+    ranks: list[int]
+    r2: list[Figure]
+
+
+class TopRow(Part):
+    """A row that carries much of its block's variance, with the text around it."""
+
+    window: int
+    position: int
+    share: Figure
+    token: str
+    before: str
+    after: str
+
+
+class Bilinear(Part):
+    r2_lin: Figure
+    r2_poly: Figure
+    iterations: int
+    converged: bool
+    gain: Figure
+
+
+class Trained(Part):
+    r2_lin: Figure
+    r2: Figure
+    steps: Annotated[tuple[int, ...], Field(strict=False)]
+    curve: Annotated[tuple[Figure, ...], Field(strict=False)]
+    gap: Figure
+
+
+class Crossing(Part):
+    """R²_lin of this model's block and of another model's, by the inputs that they were given."""
+
+    index: int
+    other_index: int
+    own: Figure
+    own_on_other: Figure
+    own_on_white: Figure
+    other: Figure
+    other_on_own: Figure
+    other_on_white: Figure
+
+
+class BlockFigures(Part):
+    """What one text says of one block."""
+
+    index: Count
+    r2_lin: Figure
+    r2_lin_ci95: Interval
+    r2_stream: Figure
+    r2_median: Figure = math.nan
+    effective_rank: Figure
+    condition_number: Figure = math.nan
+    input_effective_rank: Figure = math.nan
+    input_rank: int | None = None
+    top_row_share: Figure
+    top_position: int | None = None
+    top_position_share: Figure = math.nan
+    rank_99: int | None = None
+    rank_99_params: int | None = None
+
+
+class Block(BlockFigures):
+    """One block: how linear it is, whether it may be touched, and what stands in its place."""
+
+    path: str
+    params_before: Annotated[int, Field(ge=1)]
+    params_after: Annotated[int, Field(ge=1)]
+    verdict: Verdict
+    reason: str
+    replacement: Replacement
+    predicted_dloss: Figure | None = None
+    predicted_dloss_factorised: Figure | None = None
+    linear_params: int | None = None
+    ladder: Ladder | None = None
+    top_rows: list[TopRow] = Field(default_factory=list)
+    swap: Trial | None = None
+    bilinear: Bilinear | None = None
+    trained: Trained | None = None
+    cross: Crossing | None = None
+
+
+class SavedBlock(Part):
+    """A replaced block of a model that was saved without measurements."""
+
+    path: str
+    replacement: Replacement
+
+
+class Shape(Part):
+    """How heterogeneous the profile is over depth."""
+
+    lowest: Figure
+    median: Figure
+    highest: Figure
+    spread: Figure
+    mean_jump: Figure
+    largest_jump: Figure
+    largest_jump_after: int | None
+    turns: int
+    rank_correlation_with_depth: Figure | None
+
+
+class Swap(Part):
+    """Every block alone as its linear map, and the cheapest ones together."""
+
+    baseline: Figure
+    tokens: Count
+    seq_len: Count
+    seconds: Figure
+    whole_evaluation_seconds: Figure
+    ratio: Figure
+    predicted_rank_correlation: Figure | None = None
+    together: list[Together] = Field(default_factory=list)
+
+
+class BilinearProbe(Part):
+    rank: int
+    criterion: str
+    pearson: Figure | None
+    mean_gain: Figure
+    largest_gain: Figure
+
+
+class TrainedProbe(Part):
+    optimiser: str
+    steps: int
+    batch: int
+    learning_rate: float
+    mean_gap: Figure
+    largest_gap: Figure
+
+
+class Probes(Part):
+    rows: int
+    sampled: bool
+    bilinear: BilinearProbe | None = None
+    trained: TrainedProbe | None = None
+
+
+class CrossSummary(Part):
+    source: Source
+    mean: dict[str, Figure]
+    rank_correlation: dict[str, Figure | None]
+
+
+class Corpus(Part):
+    name: str
+    text: TextSplit
+    blocks: list[BlockFigures]
+    shape: Shape
+
+
+class CorpusPair(Part):
+    first: str
+    second: str
+    rank_correlation: Figure | None
+    largest_difference: Figure
+
+
+class Budget(Part):
+    """What was asked for, word for word, and the rise in perplexity that it allows; of several texts the smallest."""
+
+    max_dppl: Figure
+    asked: str
+    confidence: Annotated[float, Field(ge=0, lt=1)]
+
+
+class TextResult(PerplexityChange):
+    """One text against its budget."""
+
+    max_dppl: Figure
+    asked: str
+    passed: bool
+    sha256: str = ""
+
+
+class MetricPair(Part):
+    source: Figure
+    compressed: Figure
+
+
+class TaskResult(Part):
+    """One lm-eval task; `drop` is a change for the worse, whichever way the metric points."""
+
+    metric: str
+    higher_is_better: bool
+    source: Figure
+    compressed: Figure
+    drop: Figure
+    drop_ci95: Interval
+    drop_upper: Figure
+    documents: Annotated[int, Field(ge=1)]
+    changed: Count
+    max_drop: Figure | None = None
+    passed: bool | None = None
+    metrics: dict[str, MetricPair] = Field(default_factory=dict)
+    data: str = ""
+    sha256: str = ""
+
+
+class Sample(Part):
+    """One prompt and what each model wrote."""
+
+    prompt: str
+    source: str
+    compressed: str
+    agreement: Figure
+    first_difference: int | None
+
+
+class Repetition(MetricPair):
+    rise_ci95: Interval
+
+
+class Generation(Part):
+    """Greedy continuations of the same prompts by both models."""
+
+    prompts: Count
+    prompt_tokens: Count
+    tokens: Count
+    agreement: Figure
+    same_prefix: Figure
+    distinct: dict[str, MetricPair]
+    repetition: Repetition
+    warnings: list[str] = Field(default_factory=list)
+    samples: list[Sample] = Field(default_factory=list)
+    sha256: str = ""
+
+
+class Band(Part):
+    """Tokens of one kind, before and after; `share` of the total rise."""
+
+    band: str
+    tokens: Count
+    baseline: Figure
+    compressed: Figure
+    share: Figure
+    delta: Figure
+    nats: Figure
+
+
+class TokenLoss(Part):
+    token: str
+    nats: Figure
+
+
+class Window(Part):
+    """A window of text that lost much."""
+
+    text_name: str
+    window: int
+    baseline: Figure
+    compressed: Figure
+    nats: Figure
+    excerpt: str
+    worst: list[TokenLoss] = Field(default_factory=list)
+
+
+class Breakdown(Part):
+    """Which tokens, positions and windows pay for the compression."""
+
+    frequency: list[Band] = Field(default_factory=list)
+    position: list[Band] = Field(default_factory=list)
+    windows: list[Window] = Field(default_factory=list)
+
+
+class Check(Part):
+    """One promise, and whether it was kept."""
+
+    name: str
+    passed: bool
+    measured: Figure | None = None
+    limit: Figure | None = None
+    detail: str = ""
+
+
+class Speed(Part):
+    """Operations counted, tokens per second measured in turns; None where the weights were on disk."""
+
+    flops_before: Count
+    flops_after: Count
+    prefill_before: Figure | None
+    prefill_after: Figure | None
+    decode_before: Figure | None
+    decode_after: Figure | None
+    seq_len: Count
+    flops_ratio: Figure
+    prefill_ratio: Figure | None
+    decode_ratio: Figure | None
+
+
+class Prediction(Part):
+    """One replacement in one block alone: nats per token as predicted and as measured."""
+
+    index: int
+    replacement: str
+    predicted: Figure
+    measured: Figure
+    standard_error: Figure
+
+
+class Agreement(Part):
+    """Whether predictions hold, over all blocks."""
+
+    rank_correlation: Figure | None
+    blocks: list[Prediction]
+
+
+class TriedPlan(Part):
+    """A plan that the search fitted and measured."""
+
+    replacements: dict[str, dict[str, int | None]]
+    compensated: bool
+    removed: int
+    predicted_dloss: Figure
+    texts: dict[str, PerplexityChange]
+
+
+class FrontierPoint(Part):
+    """The largest plan for one of several budgets; without a plan, why."""
+
+    asked: str
+    removed: int
+    removed_fraction: Figure
+    file: str | None = None
+    flops_per_token: int | None = None
+    flops_ratio: Figure | None = None
+    predicted_dloss: Figure | None = None
+    texts: dict[str, PerplexityChange] = Field(default_factory=dict)
+    blocks: int = 0
+    reason: str | None = None
