@@ -42,16 +42,16 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Hurt:
+class LossBreakdown:
     frequency: list[Band]
     position: list[Band]
     windows: list[Window]
 
 
-def dissect(text: Text, before: Losses, after: Losses, tokenizer: Any) -> Hurt:
+def break_down(text: Text, before: Losses, after: Losses, tokenizer: Any) -> LossBreakdown:
     """Cut the rise in loss on the verification text by token frequency, by position, and by window."""
     windows = text.verification.windows
-    return Hurt(
+    return LossBreakdown(
         frequency=bands(frequency_bands(text), before, after),
         position=bands(position_bands(windows), before, after),
         windows=worst_windows(text, before, after, tokenizer),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from compressor.runtime.errors import InputError
-from compressor.runtime.names import split_name
+from compressor.runtime.names import UNNAMED, split_name
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,44 @@ class Budget:
     def __str__(self) -> str:
         digits = repr(self.amount).removesuffix(".0")  # all of them: the record is read back
         return f"{digits}%" if self.percent else digits
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the budgets of all texts allow, given the source's perplexity on each: by text, and in common nats."""
+
+    budgets: dict[str, Budget]
+    allowed: dict[str, float]  # rise in perplexity
+    nats: dict[str, float]  # the same in nats per token, which carry over from one stretch of text to another
+
+    @property
+    def smallest(self) -> float:
+        """Nats per token of the text that allows least."""
+        return min(self.nats.values())
+
+    @property
+    def confidence(self) -> float:
+        return next(iter(self.budgets.values())).confidence
+
+    def __str__(self) -> str:
+        return ask_all(self.budgets)
+
+
+def limits_of(budgets: Mapping[str, Budget], baselines: Mapping[str, float]) -> Limits:
+    """The limits on texts on which the source has these perplexities."""
+    allowed = {name: budgets[name].dppl(baseline) for name, baseline in baselines.items()}
+    nats = {name: math.log1p(allowed[name] / baseline) for name, baseline in baselines.items()}
+    return Limits(dict(budgets), allowed, nats)
+
+
+def ask_all(budgets: Mapping[str, Budget]) -> str:
+    """What was asked for, in the user's words."""
+    return ", ".join(f"{label(name)}{budget}" for name, budget in budgets.items())
+
+
+def label(name: str) -> str:
+    """How a text stands before its figure; the only text needs no name."""
+    return "" if name == UNNAMED else f"{name} "
 
 
 def parse_drop(text: str | float) -> float:

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from compressor.evaluate.breakdown import Hurt, dissect
+from compressor.evaluate.breakdown import LossBreakdown, break_down
 from compressor.evaluate.budget import Budget
-from compressor.evaluate.generation import Talk, choices_along, continue_greedily, talk
-from compressor.evaluate.perplexity import Evaluation, Losses, compare, compare_parts, evaluate
-from compressor.evaluate.tasks import Drop, Scores, Task, compare_scores, longest, score, task_key
+from compressor.evaluate.generation import GenerationCheck, choices_along, compare_continuations, continue_greedily
+from compressor.evaluate.perplexity import Losses, PerplexityChange, compare, compare_parts, evaluate
+from compressor.evaluate.tasks import Scores, Task, TaskChange, compare_scores, longest, score, task_key
 from compressor.runtime import distributed
-from compressor.runtime.cache import Cache
-from compressor.runtime.progress import Progress
+from compressor.runtime.cache import cache_key
+from compressor.runtime.context import RunContext
 from compressor.text import Text
 
 Identity = Mapping[str, Any]  # of `sources.identify`, or of `patching.identify_patched`
@@ -47,13 +47,13 @@ class Check:
 class Assessment:
     """A compressed model against its source."""
 
-    whole: Evaluation  # all texts together
-    texts: dict[str, Evaluation]
+    whole: PerplexityChange  # all texts together
+    texts: dict[str, PerplexityChange]
     allowed: dict[str, float]  # the rise in perplexity, by text
-    drops: dict[str, Drop]
+    tasks: dict[str, TaskChange]
     limits: dict[str, float | None]  # the fall in score, by task
-    talk: Talk | None
-    hurt: Hurt
+    generation: GenerationCheck | None
+    breakdown: LossBreakdown
 
     @property
     def checks(self) -> list[Check]:
@@ -69,7 +69,7 @@ class Assessment:
 
     def task_checks(self) -> list[Check]:
         found = []
-        for name, d in self.drops.items():
+        for name, d in self.tasks.items():
             limit = self.limits[name]
             detail = f"{d.source:.4f} → {d.compressed:.4f} on {d.documents} documents, {d.changed} changed"
             if limit is not None and d.drop <= limit < d.upper:
@@ -84,7 +84,7 @@ class Assessment:
 
     @property
     def warnings(self) -> list[str]:
-        said = self.talk.warnings if self.talk else []
+        said = self.generation.warnings if self.generation else []
         fine = all(check.passed for check in self.text_checks())
         return [f"perplexity is fine, its text is not: {what}" if fine else f"its text: {what}" for what in said]
 
@@ -102,19 +102,12 @@ class Evaluator:
         limits: Mapping[str, float | None] | None = None,
         prompts: Sequence[Tensor] = (),
         tokens: int = 0,
-        confidence: float = 0.95,
-        batch_size: int = 8,
-        seed: int = 0,
-        cache: Cache | None = None,
-        progress: Progress | None = None,
+        context: RunContext,
     ) -> None:
         self.text, self.tokenizer, self.budgets = text, tokenizer, budgets
         self.tasks, self.limits = list(tasks), dict(limits or {})
         self.prompts, self.tokens = list(prompts) if tokens else [], tokens
-        self.confidence, self.batch_size, self.seed = confidence, batch_size, seed
-        self.progress = progress or Progress()
-        self.cache = cache or Cache(None, self.progress)
-        self.tokenizer_sha256 = tokenizer_sha256(tokenizer) if tasks else ""
+        self.context = context
 
     def measure(self, model: Any, step: str, identity: Identity) -> Measured:
         """`identity`: all that the model's outputs depend on; what is measured of it is kept under that name."""
@@ -128,74 +121,82 @@ class Evaluator:
         split = self.text.verification
 
         def run() -> dict[str, Tensor]:
-            options: dict[str, Any] = {"batch_size": self.batch_size, "progress": self.progress, "step": step}
-            return {"nats": evaluate(model, split.windows, **options).nats}
+            return {"nats": evaluate(model, split.windows, self.context, step=step).nats}
 
-        key = {"text": split.sha256, "seq_len": self.text.seq_len}
-        return Losses(self.kept(f"{step} text", key, run, identity)["nats"])
+        key = self.key("losses", identity, split.sha256, seq_len=self.text.seq_len)
+        return Losses(self.context.cache.get(f"{step} text", key, run)["nats"])
 
     def scores(self, model: Any, step: str, identity: Identity) -> dict[str, Scores]:
         return {task.name: self.score(model, task, step, identity) for task in self.tasks}
 
     def score(self, model: Any, task: Task, step: str, identity: Identity, only: Sequence[int] | None = None) -> Scores:
         """One task, or of it the documents `only`."""
-        key = {**task_key(task, longest(model)), "tokenizer": self.tokenizer_sha256, "only": only}
+        how = {**task_key(task, longest(model)), "tokenizer": tokenizer_sha256(self.tokenizer), "only": only}
+        key = self.key("scores", identity, task.sha256, **how)
 
         def run() -> Scores:
-            options: dict[str, Any] = {"batch_size": self.batch_size, "progress": self.progress, "step": step}
-            return score(model, self.tokenizer, task, only=only, **options)
+            return score(model, self.tokenizer, task, self.context, only=only, step=step)
 
-        return self.kept(f"{step} {task.name}", key, lambda: distributed.once(run), identity)
+        return self.context.cache.get(f"{step} {task.name}", key, lambda: distributed.once(run))
 
     def written(self, model: Any, step: str, identity: Identity) -> Tensor | None:
         if not self.prompts:
             return None
         name = f"{step} writes"
-        key = {"prompts": [prompt.tolist() for prompt in self.prompts], "tokens": self.tokens}
+        key = self.key("written", identity, self.prompts_sha256(), tokens=self.tokens)
 
         def run() -> dict[str, Tensor]:
-            return {"written": continue_greedily(model, self.prompts, self.tokens, self.progress, name)}
+            return {"written": continue_greedily(model, self.prompts, self.tokens, self.context.progress, name)}
 
-        return self.kept(name, key, lambda: distributed.once(run), identity)["written"]
+        return self.context.cache.get(name, key, lambda: distributed.once(run))["written"]
 
     def along(self, model: Any, written: Tensor, step: str, identity: Identity) -> Tensor:
         """What the model would say at every step of another's continuations."""
-        prompts = [prompt.tolist() for prompt in self.prompts]
-        key = {"prompts": prompts, "along": written.tolist()}
+        key = self.key("along", identity, self.prompts_sha256(), along=written.tolist())
 
         def run() -> dict[str, Tensor]:
-            return {"along": choices_along(model, self.prompts, written, self.progress, f"{step} agrees")}
+            return {"along": choices_along(model, self.prompts, written, self.context.progress, f"{step} agrees")}
 
-        return self.kept(f"{step} agrees", key, lambda: distributed.once(run), identity)["along"]
+        return self.context.cache.get(f"{step} agrees", key, lambda: distributed.once(run))["along"]
 
-    def kept(self, step: str, key: Mapping[str, Any], run: Any, identity: Identity) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self.cache.get(step, {**identity, "batch_size": self.batch_size, **key}, run)
-        return found
+    def key(self, kind: str, identity: Identity, text: str, **more: Any) -> dict[str, Any]:
+        return cache_key(kind, identity, text, batch=self.context.batch_size, **more)
 
-    def compare_texts(self, before: Losses, after: Losses) -> dict[str, Evaluation]:
-        return compare_parts(before, after, self.text.parts("verification"), self.confidence, self.seed)
+    def prompts_sha256(self) -> str:
+        return hashlib.sha256(json.dumps([prompt.tolist() for prompt in self.prompts]).encode()).hexdigest()
 
-    def compare_tasks(self, before: Mapping[str, Scores], after: Mapping[str, Scores]) -> dict[str, Drop]:
+    def perplexities(self, losses: Losses) -> dict[str, float]:
+        """The perplexity on every text of the verification split."""
+        return {name: losses.part(part).perplexity for name, part in self.text.parts("verification").items()}
+
+    def compare_texts(self, before: Losses, after: Losses) -> dict[str, PerplexityChange]:
+        return compare_parts(before, after, self.text.parts("verification"), self.context.confidence, self.context.seed)
+
+    def compare_tasks(self, before: Mapping[str, Scores], after: Mapping[str, Scores]) -> dict[str, TaskChange]:
         return {
-            task.name: compare_scores(task, before[task.name], after[task.name], self.confidence, self.seed)
+            task.name: compare_scores(
+                task, before[task.name], after[task.name], self.context.confidence, self.context.seed
+            )
             for task in self.tasks
         }
 
     def assess(self, before: Measured, after: Measured, compressed: Any, identity: Identity) -> Assessment:
         """`compressed` is the model of `after`: it is asked about the source's continuations."""
         texts = self.compare_texts(before.losses, after.losses)
-        said = None
+        generation = None
         if before.written is not None and after.written is not None:
             along = self.along(compressed, before.written, "compressed", identity)
-            said = talk(self.tokenizer, self.prompts, before.written, after.written, along, self.seed)
+            generation = compare_continuations(
+                self.tokenizer, self.prompts, before.written, after.written, along, self.context.seed
+            )
         return Assessment(
-            whole=compare(before.losses, after.losses, self.confidence, self.seed),
+            whole=compare(before.losses, after.losses, self.context.confidence, self.context.seed),
             texts=texts,
             allowed={name: self.budgets[name].dppl(e.baseline) for name, e in texts.items()},
-            drops=self.compare_tasks(before.scores, after.scores),
+            tasks=self.compare_tasks(before.scores, after.scores),
             limits=self.limits,
-            talk=said,
-            hurt=dissect(self.text, before.losses, after.losses, self.tokenizer),
+            generation=generation,
+            breakdown=break_down(self.text, before.losses, after.losses, self.tokenizer),
         )
 
 

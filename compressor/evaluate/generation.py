@@ -39,7 +39,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Talk:
+class GenerationCheck:
     """How two models' continuations compare; (source, compressed) where there are two numbers."""
 
     prompts: int
@@ -125,9 +125,9 @@ def distinct(row: Tensor, size: int) -> float:
     return len(set(found)) / len(found) if found else 1.0
 
 
-def talk(
+def compare_continuations(
     tokenizer: Any, prompts: Sequence[Tensor], source: Tensor, compressed: Tensor, along: Tensor, seed: int = 0
-) -> Talk:
+) -> GenerationCheck:
     """Compare what two models wrote; `along` is what the compressed one would have said at the source's every step."""
     equal = source == compressed
     agreement = (along == source).double().mean(1)
@@ -160,7 +160,7 @@ def talk(
         for prompt, a, b, share, n in zip(prompts, source, compressed, agreement, same, strict=True)
     ]
     means = repetition.mean(1).tolist()
-    return Talk(
+    return GenerationCheck(
         prompts=len(prompts),
         tokens=length,
         agreement=agreement.mean().item(),

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from compressor.models.blocks import body, find_blocks
 from compressor.models.offload import device_of, fetch, weights_of
-from compressor.models.residual import Stream, resume
+from compressor.models.residual import Stream, open_stream, resume
 from compressor.runtime import distributed
+from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.runtime.progress import Progress
 from compressor.text import batches
@@ -44,7 +45,7 @@ class Losses:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class PerplexityChange:
     """Perplexity before and after on the same windows, with the paired bootstrap interval of the difference."""
 
     baseline: float
@@ -118,27 +119,27 @@ def own_losses(logits: Tensor, batch: Tensor) -> Tensor:
 def evaluate(
     model: Any,
     windows: Tensor,
+    context: RunContext | None = None,
     *,
-    batch_size: int = 8,
     plain: bool = False,
     start: Stream | None = None,
-    progress: Progress | None = None,
-    step: str = "evaluate",
+    step: str | None = None,
 ) -> Losses:
     """The loss of every token of windows [count, seq_len], predicted from the ones before it in its window.
 
     `.perplexity` is exp(total nats / total predicted tokens). What is promised is measured on the model's own logits;
     trials of which there are many may take the shorter way where `has_plain_head` allows it (`plain`). `start` is a
-    stream of these windows, in batches of this size, to begin from.
+    stream of these windows, in batches of this size, to begin from. A named `step` is shown as progress.
     """
-    progress = progress or Progress()
-    size = logits_batch(model, windows.shape[1], batch_size)
+    context = context or RunContext()
+    progress = context.progress if step else Progress()
+    size = logits_batch(model, windows.shape[1], context.batch_size)
     parts = distributed.mine(batches(windows, size))
     found: list[Tensor] = []
-    with progress.bar(step, len(parts)) as advance:
+    with progress.bar(step or "evaluate", len(parts)) as advance:
         if weights_of(model) is not None:  # every layer is read once, not once a batch
             blocks = find_blocks(model)
-            start = start.copy() if start is not None else Stream(model, blocks, windows, size)
+            start = start.copy() if start is not None else open_stream(model, blocks, windows, size)
             start.advance(len(blocks))
         with resume(model, start) if start is not None else nullcontext():
             for batch in parts:
@@ -160,13 +161,13 @@ def evaluate(
     return losses
 
 
-def compare(before: Losses, after: Losses, confidence: float = 0.95, seed: int = 0) -> Evaluation:
+def compare(before: Losses, after: Losses, confidence: float = 0.95, seed: int = 0) -> PerplexityChange:
     """Resample windows, the same for both models: tokens of one window are not independent, windows nearly are."""
     means = resampled_means(torch.stack([before.windows, after.windows]), seed)
     deltas = means[1].exp() - means[0].exp()
     delta = after.perplexity - before.perplexity
     interval, upper = interval_of(deltas, delta, confidence)
-    return Evaluation(
+    return PerplexityChange(
         baseline=before.perplexity,
         compressed=after.perplexity,
         delta=delta,
@@ -179,7 +180,7 @@ def compare(before: Losses, after: Losses, confidence: float = 0.95, seed: int =
 
 def compare_parts(
     before: Losses, after: Losses, parts: Mapping[str, slice], confidence: float = 0.95, seed: int = 0
-) -> dict[str, Evaluation]:
+) -> dict[str, PerplexityChange]:
     """The same for every text of its own."""
     return {name: compare(before.part(p), after.part(p), confidence, seed) for name, p in parts.items()}
 

@@ -25,6 +25,7 @@ from compressor.evaluate.task_files import TASK_ALTERNATIVES, TaskFile, find_tas
 from compressor.models.load import quiet
 from compressor.models.offload import device_of
 from compressor.models.source import context_of
+from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError, reason_of
 from compressor.runtime.network import why_unreachable
 from compressor.runtime.progress import Progress
@@ -56,7 +57,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Drop:
+class TaskChange:
     """How much a task's score fell, with the paired bootstrap interval over documents."""
 
     source: float
@@ -152,14 +153,13 @@ def score(
     model: Any,
     tokenizer: Any,
     task: Task,
+    context: RunContext | None = None,
     *,
-    batch_size: int = 8,
-    progress: Progress | None = None,
     step: str = "task",
     only: Sequence[int] | None = None,
 ) -> Scores:
     """Every metric of every document (or of the documents `only`), by lm-eval's HFLM. The model is left as it was."""
-    progress = progress or Progress()
+    context = context or RunContext()
     prefix = prefix_of(model, tokenizer, task)
     with ExitStack() as stack:
         stack.enter_context(silent())
@@ -171,7 +171,7 @@ def score(
         from lm_eval.models import huggingface
 
         stack.enter_context(replaced(utils, "env", sandbox(utils.env)))
-        bar = bar_class(progress, f"{step} {task.name}")
+        bar = bar_class(context.progress, f"{step} {task.name}")
         stack.enter_context(replaced(huggingface, "tqdm", bar))
         for module in (api.model, api.task):
             stack.enter_context(replaced(module, "tqdm", lambda items, **_: items))
@@ -180,7 +180,7 @@ def score(
                 pretrained=model,
                 tokenizer=copy.deepcopy(tokenizer),
                 backend="causal",
-                batch_size=logits_batch(model, longest_request(task, tokenizer, longest(model)), batch_size),
+                batch_size=logits_batch(model, longest_request(task, tokenizer, longest(model)), context.batch_size),
                 max_length=longest(model),
                 prefix_token_id=prefix,
             )
@@ -243,12 +243,12 @@ def request_only(task: Task, only: Sequence[int]) -> Any:
     return build_some
 
 
-def compare_scores(task: Task, before: Scores, after: Scores, confidence: float = 0.95, seed: int = 0) -> Drop:
+def compare_scores(task: Task, before: Scores, after: Scores, confidence: float = 0.95, seed: int = 0) -> TaskChange:
     """Resample documents, the same for both models: what a document costs both of them is no difference."""
     fall = task.better * (before[task.metric] - after[task.metric])
     drop = fall.mean().item()
     interval, upper = interval_of(resampled_means(fall[None], seed)[0], drop, confidence)
-    return Drop(
+    return TaskChange(
         source=before[task.metric].mean().item(),
         compressed=after[task.metric].mean().item(),
         drop=drop,

@@ -20,8 +20,11 @@ from compressor.measure.profile import Profile
 from compressor.measure.regression import RankLadder
 from compressor.models.blocks import Block, hidden_of
 from compressor.models.offload import device_of
-from compressor.models.residual import Shelf, Stream, resume
+from compressor.models.residual import Stream, TensorSpool, open_stream, resume
+from compressor.models.source import identify
 from compressor.runtime import distributed
+from compressor.runtime.cache import Tensors, cache_key
+from compressor.runtime.context import RunContext
 from compressor.runtime.progress import Progress
 from compressor.text import Text, batches
 
@@ -77,7 +80,7 @@ def walk_gradients(
         p.requires_grad_(False)
     try:
         with progress.bar("gradients", 2 * len(blocks)) as advance:
-            stream = Stream(model, blocks, windows, size)
+            stream = open_stream(model, blocks, windows, size)
             entries = []
             for _ in blocks:
                 entries.append(stream.states)
@@ -93,9 +96,9 @@ def walk_gradients(
             p.requires_grad_(True)
 
 
-def from_the_top(model: Any, stream: Stream, parts: list[Tensor]) -> Shelf:
+def from_the_top(model: Any, stream: Stream, parts: list[Tensor]) -> TensorSpool:
     """The gradient of the loss at the output of the last layer, for every batch."""
-    found = Shelf((), stream.directory)
+    found = TensorSpool((), stream.directory)
     for batch, state in zip(parts, stream.states, strict=True):
         top = state.detach().requires_grad_()
         batch = batch.to(device_of(model))
@@ -110,11 +113,11 @@ def from_the_top(model: Any, stream: Stream, parts: list[Tensor]) -> Shelf:
 
 
 def go_back(
-    model: Any, block: Block, stream: Stream, entries: Sequence[Tensor], gradients: Shelf
-) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Shelf]:
+    model: Any, block: Block, stream: Stream, entries: Sequence[Tensor], gradients: TensorSpool
+) -> tuple[list[tuple[Tensor, Tensor, Tensor]], TensorSpool]:
     """The block's rows, and the gradients at the input of its layer, from those at the layer's output."""
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
-    found = Shelf((), stream.directory)
+    found = TensorSpool((), stream.directory)
     layer = stream.layers[block.index]
     with watch_gradients(model, block, rows):
         for state, gradient in zip(entries, gradients, strict=True):
@@ -169,18 +172,25 @@ def predict_damage(ladder: RankLadder, gradients: Gradients) -> Damage:
     return Damage(by_rank[-1].item(), factorised_of(errors, gradients), by_rank.cpu())
 
 
-def predict(model: Any, profile: Profile, text: Text, progress: Progress) -> dict[int, Damage]:
+def predict(model: Any, profile: Profile, text: Text, context: RunContext) -> dict[int, Damage]:
     """The predicted damage of every block's least-squares map, from one backward pass over held-out windows."""
     profiles = {p.block.index: p for p in profile.blocks}
-    damages: dict[int, Damage] = {}
 
-    def see(block: Block, rows: Gradients) -> None:
-        linear = profiles[block.index].linear
-        errors = linear(rows.x.to(linear.weight)) - rows.y.to(linear.weight)
-        damages[block.index] = Damage(damage_of(errors, rows), factorised_of(errors, rows))
+    def compute() -> Tensors:
+        damages: dict[int, list[float]] = {}
 
-    walk_gradients(model, [p.block for p in profile.blocks], text.held_out, see, progress)
-    return {index: damages[index] for index in profiles}
+        def see(block: Block, rows: Gradients) -> None:
+            linear = profiles[block.index].linear
+            errors = linear(rows.x.to(linear.weight)) - rows.y.to(linear.weight)
+            damages[block.index] = [damage_of(errors, rows), factorised_of(errors, rows)]
+
+        walk_gradients(model, [p.block for p in profile.blocks], text.held_out, see, context.progress)
+        return {"damages": torch.tensor([damages[index] for index in profiles], dtype=ACCUMULATION_DTYPE)}
+
+    more = {"seq_len": text.seq_len, "batch": context.batch_size, "gradients": GRADIENT_TOKENS}
+    key = cache_key("damages", identify(model), text.calibration.sha256, **more)
+    rows = context.cache.get("gradients", key, compute)["damages"].tolist()
+    return {index: Damage(*row) for index, row in zip(profiles, rows, strict=True)}
 
 
 def factorised_of(errors: Tensor, gradients: Gradients) -> float:

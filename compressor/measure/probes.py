@@ -16,8 +16,9 @@ from torch import Tensor
 from compressor.measure.moments import ACCUMULATION_DTYPE, Moments
 from compressor.measure.regression import AffineMap, decompose, feature_errors, r_squared, solve
 from compressor.models.blocks import Block, Rows, find_blocks, placing, run_block, watch
-from compressor.models.residual import Stream
+from compressor.models.residual import open_stream
 from compressor.runtime import distributed
+from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.runtime.progress import Progress
 from compressor.runtime.resources import available_memory
@@ -111,7 +112,7 @@ def sample_rows(
     model: Any, blocks: list[Block], fitting: Tensor, held_out: Tensor, batch_size: int
 ) -> Iterator[tuple[Block, Sample]]:
     """The rows of every block in turn, all windows carried from layer to layer."""
-    streams = [Stream(model, blocks, windows, batch_size) for windows in (fitting, held_out)]
+    streams = [open_stream(model, blocks, windows, batch_size) for windows in (fitting, held_out)]
     for block in blocks:
         parts: list[Tensor] = []
         for stream in streams:
@@ -311,13 +312,10 @@ def cross(
     text: Text,
     other: Any,
     other_text: Text,
-    *,
-    batch_size: int = 8,
-    seed: int = 0,
-    progress: Progress | None = None,
+    context: RunContext,
 ) -> list[Crossing]:
     """Every block of the model beside the block of the other at the same relative depth."""
-    progress = progress or Progress()
+    progress, seed, batch_size = context.progress, context.seed, context.batch_size
     blocks, others = find_blocks(model), find_blocks(other)
     partners = [others[round(k * (len(others) - 1) / max(1, len(blocks) - 1))] for k in range(len(blocks))]
     fitting, held_out, _ = draw_windows(text, 2 * blocks[0].width, progress, seed)  # two models' rows at once

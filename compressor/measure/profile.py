@@ -29,10 +29,11 @@ from compressor.measure.regression import (
 from compressor.models.blocks import Block, Rows, find_blocks, watch
 from compressor.models.offload import device_of
 from compressor.models.residual import PARTS, Stream, calibration_streams, forget_streams
+from compressor.models.source import identify
 from compressor.runtime import distributed
-from compressor.runtime.cache import Cache
+from compressor.runtime.cache import cache_key
+from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
-from compressor.runtime.progress import Progress
 from compressor.text import HELD_OUT_EVERY, Text
 
 FIGURES = (
@@ -54,7 +55,7 @@ NAMED_ROWS = 8  # of the largest held-out rows of a block, the ones that are tol
 RESAMPLES = 2000
 
 
-def stream_weights(h: Tensor) -> Tensor:
+def row_weights(h: Tensor) -> Tensor:
     """1/mean(h²) per row: the next norm divides by this, so a row's error counts by it."""
     return h.to(ACCUMULATION_DTYPE).square().mean(-1).clamp_min(1e-12).reciprocal()
 
@@ -81,37 +82,32 @@ class _HeldOut:
 def measure(
     model: Any,
     text: Text,
-    *,
-    batch_size: int = 8,
-    seed: int = 0,
-    cache: Cache | None = None,
-    key: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
+    context: RunContext | None = None,
 ) -> Profile:
     """Measure every FFN of the model on the calibration text. Memory: the model, one block's moments, the stream.
 
-    With a cache and a key every block is kept as soon as it is measured.
+    With a cache every block is kept as soon as it is measured.
     """
-    progress = progress or Progress()
-    found = _Measurer(model, text, batch_size, seed, cache or Cache(None, progress), key or {}).measure_all(progress)
-    return Profile(found, text.fitting.numel(), text.held_out.numel(), text.seq_len)
+    context = context or RunContext()
+    blocks = _Measurer(model, find_blocks(model), text, context).measure_all()
+    return Profile(blocks, text.fitting.numel(), text.held_out.numel(), text.seq_len)
 
 
 class _Measurer:
     """One pass over the calibration text, a few blocks at a time: as many as there are processes, each solves one."""
 
-    def __init__(
-        self, model: Any, text: Text, batch_size: int, seed: int, cache: Cache, key: Mapping[str, Any]
-    ) -> None:
-        self.model, self.text, self.batch_size, self.seed = model, text, batch_size, seed
-        self.cache, self.key = cache, key
+    def __init__(self, model: Any, blocks: list[Block], text: Text, context: RunContext) -> None:
+        self.model, self.blocks, self.text, self.context = model, blocks, text, context
+        self.cache = context.cache
         self.device = moments_device(model)
-        self.blocks = find_blocks(model)
+        more = {"seq_len": text.seq_len, "batch": context.batch_size, "seed": context.seed}
+        self.key = cache_key("profile", identify(model), text.calibration.sha256, **more)
 
     def place(self, block: Block) -> dict[str, Any]:
         return {**self.key, "block": block.path}
 
-    def measure_all(self, progress: Progress) -> list[BlockProfile]:
+    def measure_all(self) -> list[BlockProfile]:
+        progress = self.context.progress
         found: dict[int, BlockProfile] = {}
         missing = []
         for block in self.blocks:
@@ -146,7 +142,7 @@ class _Measurer:
     def streams(self, first: Block) -> list[Stream]:
         """The fitting and the held-out windows, at this block's layer or before it."""
         return calibration_streams(
-            self.model, self.blocks, self.text, self.batch_size, self.cache, self.key, first.index
+            self.model, self.blocks, self.text, self.context.batch_size, self.cache, self.key, first.index
         )
 
     @torch.no_grad()
@@ -193,7 +189,7 @@ class _Measurer:
             self.refuse_nonfinite(block, x, y, which, turn)
             turn += 1
             plain.add(Moments.of(x, y, whole_yy=plain.whole_yy))
-            weighted.add(Moments.of(x, y, stream_weights(rows.h).to(self.device), whole_yy=False))
+            weighted.add(Moments.of(x, y, row_weights(rows.h).to(self.device), whole_yy=False))
             if fit is not None and sums is not None:
                 centred = y - fit.mean_y
                 error = centred - (x - fit.mean_x) @ fit.weight
@@ -215,7 +211,7 @@ class _Measurer:
             return
         where, rows = ("input", x) if not x.isfinite().all() else ("output", y)
         row = int((~rows.isfinite().all(1)).nonzero()[0])
-        number = (distributed.rank() + turn * distributed.size()) * self.batch_size + row // self.text.seq_len
+        number = (distributed.rank() + turn * distributed.size()) * self.context.batch_size + row // self.text.seq_len
         window = calibration_window(which, number)
         raise InputError(
             f"block {block.index} ({block.path}) has NaN or Inf in its {where}, in calibration window {window} at "
@@ -257,7 +253,7 @@ class _Measurer:
             [row // seq_len, row % seq_len, share]
             for row, share in zip(tops.indices.tolist(), tops.values.tolist(), strict=True)
         ]
-        numbers = [*(figures[name] for name in FIGURES), *bootstrap_r2(held_out, seq_len, self.seed)]
+        numbers = [*(figures[name] for name in FIGURES), *bootstrap_r2(held_out, seq_len, self.context.seed)]
         return {
             "figures": torch.tensor(numbers, dtype=ACCUMULATION_DTYPE),
             "tops": torch.tensor(rows, dtype=ACCUMULATION_DTYPE),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
@@ -22,12 +22,13 @@ from compressor.measure.probes import (
     probe_trained,
     sample_rows,
 )
-from compressor.measure.profile import BlockProfile, Profile
-from compressor.measure.swap import MODEST, Sweep, Sweeper
-from compressor.measure.verdicts import SAFE_NATS, Verdict, judge
+from compressor.measure.profile import Profile
+from compressor.measure.swap import SWAPPED_BELOW, Sweep, Sweeper
+from compressor.measure.verdicts import SAFE_NATS, Verdict, judge_all
 from compressor.models.blocks import Block
-from compressor.runtime.cache import Cache
-from compressor.runtime.progress import Progress
+from compressor.models.source import identify
+from compressor.runtime.cache import Tensors, cache_key
+from compressor.runtime.context import RunContext
 from compressor.text import Text
 
 
@@ -44,7 +45,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Study:
-    """What was found, by block. What was not asked for is empty."""
+    """What was measured of every block beside its profile, and its verdict. What was not asked for is empty."""
 
     verdicts: dict[int, Verdict]
     damages: dict[int, Damage]
@@ -63,58 +64,48 @@ def study(
     damages: Mapping[int, Damage],
     text: Text,
     wanted: Wanted,
-    *,
-    key: Mapping[str, Any],
+    context: RunContext,
     limit: float = SAFE_NATS,
-    batch_size: int = 8,
-    seed: int = 0,
-    cache: Cache,
-    progress: Progress,
 ) -> Study:
-    """Measure what is wanted; `key` is what measurements on the calibration windows depend on."""
-    how: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "progress": progress}
-    sweep, verdicts = None, {p.block.index: judge(p, damages[p.block.index], limit) for p in profile.blocks}
-    if wanted.swap if wanted.swap is not None else sum(p.numel() for p in model.parameters()) < MODEST:
-        sweeper = Sweeper(model, profile, text, tokens=wanted.swap_tokens, cache=cache, **how)
-        alone, seconds, whole = sweeper.alone()
-        verdicts = {i: judge(p, damages[i], limit, alone[i]) for p in profile.blocks for i in [p.block.index]}
+    """Replace every block on trial if that is wanted, judge the blocks, and run the wanted probes."""
+    sweeper = Sweeper(model, profile, text, wanted.swap_tokens, context)
+    swap = wanted.swap
+    if swap is None:
+        swap = sum(p.numel() for p in model.parameters()) < SWAPPED_BELOW
+    alone, seconds, whole_seconds = sweeper.alone() if swap else ({}, 0.0, 0.0)
+    verdicts = judge_all(profile, damages, limit, alone)
+    sweep = None
+    if swap:
         touchable = [p for p in profile.blocks if verdicts[p.block.index].word != "unsafe"]
         touchable.sort(key=lambda p: alone[p.block.index].delta)
-        sweep = Sweep(alone, sweeper.together(touchable), seconds, whole)
-    probes = run_probes(model, profile.blocks, text, wanted, key, batch_size, seed, cache, progress)
-    crossings = cross(model, text, *wanted.other, **how) if wanted.other else []
+        sweep = Sweep(alone, sweeper.together(touchable), seconds, whole_seconds)
+    crossings = cross(model, text, *wanted.other, context) if wanted.other else []
     other = wanted.other[0] if wanted.other else None
-    return Study(verdicts, dict(damages), sweep, crossings=crossings, other=other, **probes)
+    probed = run_probes(model, [p.block for p in profile.blocks], text, wanted, context) if wanted.probes else {}
+    return Study(verdicts, dict(damages), sweep, crossings=crossings, other=other, **probed)
 
 
-def run_probes(
-    model: Any,
-    profiles: list[BlockProfile],
-    text: Text,
-    wanted: Wanted,
-    key: Mapping[str, Any],
-    batch_size: int,
-    seed: int,
-    cache: Cache,
-    progress: Progress,
-) -> dict[str, Any]:
+def run_probes(model: Any, blocks: list[Block], text: Text, wanted: Wanted, context: RunContext) -> dict[str, Any]:
     """The wanted probes of every block, each kept as soon as it is done; one pass over the rows for all of them."""
-    if not wanted.probes:
-        return {}
-    blocks = [p.block for p in profiles]
-    fitting, held_out, sampled = draw_windows(text, blocks[0].width, progress, seed)
+    cache, progress = context.cache, context.progress
+    fitting, held_out, sampled = draw_windows(text, blocks[0].width, progress, context.seed)
     rows = fitting.numel() + held_out.numel()
     kinds: dict[str, Callable[[Sample], Bilinear | Trained]] = {
         "bilinear": probe_bilinear,
-        "trained": partial(probe_trained, steps=wanted.probe_steps, seed=seed),
+        "trained": partial(probe_trained, steps=wanted.probe_steps, seed=context.seed),
     }
+    more = {"seq_len": text.seq_len, "batch": context.batch_size, "seed": context.seed, "rows": rows}
+    key = cache_key("probe", identify(model), text.calibration.sha256, **more)
 
     def place(kind: str, block: Block) -> dict[str, Any]:
         steps = wanted.probe_steps if kind == "trained" else None
-        return {**key, "probe": kind, "rows": rows, "steps": steps, "block": block.path}
+        return {**key, "probe": kind, "steps": steps, "block": block.path}
 
-    found: dict[str, dict[int, Any]] = {kind: {} for kind in wanted.probes}
-    samples = iter(sample_rows(model, blocks, fitting, held_out, batch_size))
+    def samples_of() -> Iterator[tuple[Block, Sample]]:
+        return sample_rows(model, blocks, fitting, held_out, context.batch_size)
+
+    measured: dict[str, dict[int, Any]] = {kind: {} for kind in wanted.probes}
+    samples = samples_of()
     known = all(cache.has(place(kind, block)) for kind in wanted.probes for block in blocks)
     if known:
         progress.say("probes: measured before")
@@ -122,18 +113,17 @@ def run_probes(
         sample = None if known else next(samples)[1]
         for kind in wanted.probes:
 
-            def measure(kind: str = kind, sample: Sample | None = sample, block: Block = block) -> dict[str, Tensor]:
-                rows = sample or next(
-                    s for b, s in sample_rows(model, blocks, fitting, held_out, batch_size) if b is block
-                )
-                return {"found": pack(kinds[kind](rows))}
+            def measure(kind: str = kind, sample: Sample | None = sample, block: Block = block) -> Tensors:
+                own = sample or next(s for b, s in samples_of() if b is block)
+                return {"probe": pack(kinds[kind](own))}
 
-            found[kind][block.index] = unpack(kind, cache.get("", place(kind, block), measure)["found"])
-    return {**found, "probed_rows": rows, "sampled": sampled}
+            measured[kind][block.index] = unpack(kind, cache.get("", place(kind, block), measure)["probe"])
+    return {**measured, "probed_rows": rows, "sampled": sampled}
 
 
-def pack(found: Bilinear | Trained) -> Tensor:
-    flat = [x for value in astuple(found) for x in (value if isinstance(value, tuple) else (value,))]
+def pack(probe: Bilinear | Trained) -> Tensor:
+    """The figures of a probe as one row for the cache."""
+    flat = [x for value in astuple(probe) for x in (value if isinstance(value, tuple) else (value,))]
     return torch.tensor(flat, dtype=torch.float64)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from compressor.evaluate.perplexity import Evaluation
+from compressor.evaluate.perplexity import PerplexityChange
 from compressor.measure.gradients import Damage
-from compressor.measure.profile import BlockProfile
+from compressor.measure.profile import BlockProfile, Profile
 
 SAFE_NATS = 0.02  # without a budget, a block is safe when its linear map costs less than this
 EXPECTED = 2.0  # times its prediction: a cost up to this is what gradients led to expect
@@ -18,19 +20,19 @@ OUTLIER_GAP = 0.2  # R²_lin above the stream-weighted one by this much rests on
 class Verdict:
     """Whether a block may be touched (safe, costly, unsafe), and why, in one line."""
 
-    word: str
+    word: Literal["safe", "costly", "unsafe"]
     reason: str
 
 
 def judge(
-    profile: BlockProfile, damage: Damage, limit: float = SAFE_NATS, measured: Evaluation | None = None
+    profile: BlockProfile, damage: Damage, limit: float = SAFE_NATS, measured: PerplexityChange | None = None
 ) -> Verdict:
     """Outlier rows, and an error far outside the quadratic regime, forbid a block. The rest is what its linear map
     costs: as measured, upper end of the interval, where the block was replaced on trial; else as predicted.
 
     That two estimates disagree is an alarm, not a proof: a trial that cost what was predicted calls it off.
     """
-    alone = f"; alone as a linear map: {told(measured)}" if measured else ""
+    alone = f"; alone as a linear map: {change_in_words(measured)}" if measured else ""
     if profile.r2_stream < profile.r2_lin - OUTLIER_GAP:
         return Verdict(
             "unsafe",
@@ -48,14 +50,22 @@ def judge(
         cost = f"its linear map is predicted to cost {damage.linear:.4f} nats per token"
         return Verdict("safe" if damage.linear <= limit else "costly", f"{cost}, {against(damage.linear, limit)}")
     worst = math.log(max(measured.baseline + measured.delta_ci95[1], 1e-300) / measured.baseline)
-    return Verdict("safe" if worst <= limit else "costly", f"alone as a linear map: {told(measured)}")
+    return Verdict("safe" if worst <= limit else "costly", f"alone as a linear map: {change_in_words(measured)}")
 
 
-def nats_of(measured: Evaluation) -> float:
+def judge_all(
+    profile: Profile, damages: Mapping[int, Damage], limit: float, alone: Mapping[int, PerplexityChange]
+) -> dict[int, Verdict]:
+    """The verdict on every block; `alone` has what those cost that were replaced on trial."""
+    indices = {p.block.index: p for p in profile.blocks}
+    return {index: judge(p, damages[index], limit, alone.get(index)) for index, p in indices.items()}
+
+
+def nats_of(measured: PerplexityChange) -> float:
     return math.log(measured.compressed / measured.baseline)
 
 
-def told(measured: Evaluation) -> str:
+def change_in_words(measured: PerplexityChange) -> str:
     low, high = measured.delta_ci95
     return (
         f"perplexity {measured.baseline:.2f} → {measured.compressed:.2f} ({measured.delta:+.2f}, 95 % interval "

@@ -36,7 +36,7 @@ from compressor.modeling_compressor import METHOD
 from compressor.models.blocks import find_blocks
 from compressor.models.config_check import CONFIG_BYTES, compare, refuse_absurd, try_out
 from compressor.models.hub import MODEL_ALTERNATIVES, Snapshot, open_snapshot
-from compressor.models.offload import stream_weights
+from compressor.models.offload import offload_to_disk
 from compressor.models.safetensors_files import SINGLE, Shard, find_shards, hash_weights, list_tensors, main_dtype
 from compressor.models.source import SOURCE_ATTRIBUTE, Source
 from compressor.runtime import distributed
@@ -286,7 +286,7 @@ def spread(what: str, needed: int, target: torch.device, device: str) -> dict[st
 def leave_on_disk(loaded: PreTrainedModel, device: torch.device, scratch: Path | None = None) -> None:
     """Let a model read each layer when it runs."""
     layers = [block.layer_path for block in find_blocks(loaded)]
-    stream_weights(loaded, take_index(loaded), layers, device, scratch)
+    offload_to_disk(loaded, take_index(loaded), layers, device, scratch)
 
 
 def take_index(loaded: PreTrainedModel) -> dict[str, tuple[Shard, str]]:

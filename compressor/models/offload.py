@@ -84,7 +84,7 @@ class Weights:
         self.present = unit
 
 
-def stream_weights(
+def offload_to_disk(
     model: Any, index: dict[str, tuple[Shard, str]], layers: list[str], device: torch.device, scratch: Path | None
 ) -> None:
     """Let a model whose parameters are all on the meta device read them as they are needed.

@@ -32,8 +32,8 @@ class _Reached(Exception):
     """Raised to leave a forward pass at the first layer."""
 
 
-class Shelf(Sequence[Tensor]):
-    """Tensors in a row: in memory or, where there is a directory, in a file each that goes with the shelf."""
+class TensorSpool(Sequence[Tensor]):
+    """Tensors in a row: in memory or, where there is a directory, each in a file that is deleted with the spool."""
 
     def __init__(self, tensors: Iterable[Tensor] = (), directory: Path | None = None) -> None:
         self.directory = directory
@@ -65,35 +65,25 @@ class Shelf(Sequence[Tensor]):
 
 
 class Stream:
-    """Hidden states of all windows before one layer; `advance` moves them behind it."""
+    """Hidden states of all windows before one layer; `advance` moves them behind it. `open_stream` makes one."""
 
     def __init__(
         self,
-        model: Any,
-        blocks: list[Block],
-        windows: Tensor,
-        batch_size: int,
+        layers: list[nn.Module],
+        calls: dict[int, list[dict[str, Any]]],
+        returned: int,
+        directory: Path | None = None,
         cache: Cache | None = None,
         key: Mapping[str, Any] | None = None,
-        latest: int = 0,
     ) -> None:
-        """With a cache and a key the stream is kept now and then, and begins where it was kept, `latest` at most."""
-        weights = weights_of(model)
-        self.directory = weights.scratch if weights else None
-        self.layers = [model.get_submodule(block.layer_path) for block in blocks]
-        self.position = 0
-        self.kinds = 0  # how many values a layer returns in a tuple; 0 is a bare tensor
-        self.cache, self.kept_at = cache, time.monotonic()
-        self.key = None if key is None else own_key(key)
+        self.layers = layers
         # What a layer is called with beside the hidden states (masks, positions) depends on the batch's shape only.
-        self.calls: dict[int, list[dict[str, Any]]] = {}
-        parts = [batch.to(device_of(model)) for batch in distributed.mine(batches(windows, batch_size))]
-        for batch in parts:
-            if len(batch) not in self.calls:
-                self.calls[len(batch)], self.kinds = record_calls(model, self.layers, batch)
-        self.states: Sequence[Tensor] = Shelf((), self.directory)
-        if not self.take_up(device_of(model), latest):
-            self.states = Shelf((embed(model, self.layers[0], batch) for batch in parts), self.directory)
+        self.calls = calls
+        self.returned = returned  # how many values a layer returns in a tuple; 0 is a bare tensor
+        self.directory = directory
+        self.cache, self.key, self.kept_at = cache, key, time.monotonic()
+        self.position = 0
+        self.states: Sequence[Tensor] = TensorSpool((), directory)
 
     def take_up(self, device: torch.device, latest: int) -> bool:
         """Begin where an earlier run kept the stream, if every process did so at the same place."""
@@ -104,7 +94,7 @@ class Stream:
             return False
         assert kept is not None
         self.position = place
-        self.states = Shelf((kept[f"{number:08d}"].to(device) for number in range(len(kept))), self.directory)
+        self.states = TensorSpool((kept[f"{number:08d}"].to(device) for number in range(len(kept))), self.directory)
         return True
 
     def keep(self) -> None:
@@ -131,7 +121,7 @@ class Stream:
 
     def behind(self, states: Iterable[Tensor]) -> Stream:
         """The stream behind its present layer, with these states."""
-        other = self.at(Shelf(states, self.directory))
+        other = self.at(TensorSpool(states, self.directory))
         other.position += 1
         return other
 
@@ -140,7 +130,7 @@ class Stream:
         """Run the present layer on every batch and return what comes out, without moving on."""
         layer = self.layers[self.position]
         calls = ((state, self.calls[len(state)][self.position]) for state in self.states)
-        return Shelf((hidden_of(layer(state, **call)) for state, call in calls), self.directory)
+        return TensorSpool((hidden_of(layer(state, **call)) for state, call in calls), self.directory)
 
     def step(self) -> None:
         """Run the present layer and move behind it."""
@@ -151,6 +141,32 @@ class Stream:
         """Move the states to the input of layer `to`."""
         while self.position < to:
             self.step()
+
+
+def open_stream(
+    model: Any,
+    blocks: list[Block],
+    windows: Tensor,
+    batch_size: int,
+    cache: Cache | None = None,
+    key: Mapping[str, Any] | None = None,
+    latest: int = 0,
+) -> Stream:
+    """These windows before the first layer. With a cache and a key the stream is kept on disk now and then, and begins
+    where it was kept, at layer `latest` at most."""
+    weights = weights_of(model)
+    layers = [model.get_submodule(block.layer_path) for block in blocks]
+    parts = [batch.to(device_of(model)) for batch in distributed.mine(batches(windows, batch_size))]
+    calls: dict[int, list[dict[str, Any]]] = {}
+    returned = 0
+    for batch in parts:
+        if len(batch) not in calls:
+            calls[len(batch)], returned = record_calls(model, layers, batch)
+    directory = weights.scratch if weights else None
+    stream = Stream(layers, calls, returned, directory, cache, None if key is None else own_key(key))
+    if not stream.take_up(device_of(model), latest):
+        stream.states = TensorSpool((embed(model, layers[0], batch) for batch in parts), directory)
+    return stream
 
 
 def calibration_streams(
@@ -164,7 +180,7 @@ def calibration_streams(
 ) -> list[Stream]:
     """The fitting and the held-out windows of a text, each as a stream of its own."""
     keys = {part: None if key is None else {**key, "stream": part} for part in PARTS}
-    return [Stream(model, blocks, getattr(text, p), batch_size, cache, k, latest) for p, k in keys.items()]
+    return [open_stream(model, blocks, getattr(text, p), batch_size, cache, k, latest) for p, k in keys.items()]
 
 
 def forget_streams(cache: Cache, key: Mapping[str, Any]) -> None:
@@ -187,11 +203,13 @@ def bind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 
 @contextmanager
-def handing_on(layers: Sequence[nn.Module], kinds: list[int], first: Iterator[Tensor] | None = None) -> Iterator[None]:
+def handing_on(
+    layers: Sequence[nn.Module], returned: list[int], first: Iterator[Tensor] | None = None
+) -> Iterator[None]:
     """While open, these layers hand their input on as they would their output; the first puts in other states."""
 
     def hand_on(hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        return hidden_states if kinds[0] == 0 else (hidden_states, *[None] * (kinds[0] - 1))
+        return hidden_states if returned[0] == 0 else (hidden_states, *[None] * (returned[0] - 1))
 
     def put_in(hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         return hand_on(hidden_states if first is None else next(first))
@@ -215,23 +233,23 @@ def record_calls(model: Any, layers: list[nn.Module], batch: Tensor) -> tuple[li
     Only the first layer is run: what the others are called with does not depend on the hidden states.
     """
     calls: list[dict[str, Any]] = []
-    kinds = [0]
+    returned = [0]
 
     def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append(bind(layer, args, kwargs)[1])
 
     def look(_: nn.Module, args: Any, output: Any) -> None:
-        kinds[0] = len(output) if isinstance(output, tuple) else 0
+        returned[0] = len(output) if isinstance(output, tuple) else 0
 
     handles = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
     handles.append(layers[0].register_forward_hook(look))
     try:
-        with handing_on(layers[1:], kinds):
+        with handing_on(layers[1:], returned):
             body(model)(input_ids=batch, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    return calls, kinds[0]
+    return calls, returned[0]
 
 
 @torch.no_grad()
@@ -295,7 +313,7 @@ def resume(model: Any, stream: Stream) -> Iterator[None]:
         return (next(turns),), bind(layer, args, kwargs)[1]
 
     if stream.position:
-        with handing_on(stream.layers[: stream.position], [stream.kinds], turns):
+        with handing_on(stream.layers[: stream.position], [stream.returned], turns):
             yield
         return
     handle = stream.layers[0].register_forward_pre_hook(enter, with_kwargs=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,19 @@ from compressor.models.source import identify, source_of
 from compressor.patch.checkpoint import count_parameters
 from compressor.pipelines import recipe as recipes
 from compressor.pipelines.baseline import BaselineFile, baseline_of, compare_with, read_baseline, refuse_other_model
-from compressor.pipelines.describe import describe_assessment, describe_source, describe_text
-from compressor.pipelines.job import Setting, make_evaluator, name_tasks, open_text, placing, timings
+from compressor.pipelines.describe import describe_assessment, describe_sizes, describe_source, describe_text
+from compressor.pipelines.job import context_for, make_evaluator, name_tasks, open_text, placing, timings
+from compressor.pipelines.recipe import Recipe
 from compressor.report.ci import append_summary, junit, refuse_unwritable
 from compressor.report.page import page
-from compressor.report.record import (
-    describe_tool,
-    read_record,
-)
+from compressor.report.record import Record, SavedRecord, describe_tool, read_record
+from compressor.report.record_parts import Check
 from compressor.runtime import distributed
+from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import split_name
 from compressor.runtime.outputs import write_json
+from compressor.runtime.progress import Progress
 from compressor.text import group
 
 
@@ -55,92 +56,101 @@ class Gate:
         return read_baseline(self.baseline)
 
 
-def check(directory: Path, options: dict[str, Any], gate: Gate, setting: Setting) -> dict[str, Any]:
+def run(directory: Path, options: Mapping[str, Any], gate: Gate, context: RunContext) -> Record:
     """Both models on the same texts, tasks and prompts; `passed` says whether every promise holds."""
     began = time.perf_counter()
-    record = read_record(directory)
+    recorded = read_record(directory)
     baseline = gate.refuse_mistakes()
+    recipe = recipe_of(directory, options, recorded)
+    context = context_for(recipe, context)
+    # Recorded budgets of tasks that are not looked at this time mean nothing here.
+    recorded_drops = [] if options.get("max_task_drop") else recipe.max_task_drop or []
+    if recorded_drops:
+        recipe = recipe.model_copy(update={"max_task_drop": None})
+    tasks, recipe = name_tasks(recipe, context.trust_remote_code)
+    drops = of_names(recorded_drops, [name for task in tasks for name in (task.name, *task.aliases)])
+    if drops:
+        recipe = recipe.model_copy(update={"max_task_drop": drops})
+    origin = gate.source or str(recipe.model or recorded.source.model)
+    compressed, original, tokenizer = load_both(directory, origin, recipe, recorded, gate, context)
+    text, recipe = open_text(recipe.model_copy(update={"model": origin}), original, tokenizer)
+    source = describe_source(original)
+    sizes = describe_sizes(count_parameters(original), count_parameters(compressed))
+    if baseline is not None and gate.baseline is not None:
+        refuse_other_model(baseline, source, sizes.before or 0, gate.baseline)
+
+    evaluator = make_evaluator(recipe, original, tokenizer, text, tasks, context)
+    before = evaluator.measure(original, "source", identify(original))
+    after = evaluator.measure(compressed, "compressed", identify(compressed))
+    assessment = evaluator.assess(before, after, compressed, identify(compressed))
+    record = Record(
+        **describe_tool(),
+        directory=str(directory),
+        source=source,
+        compressed_sha256=source_of(compressed).weights_sha256,
+        tokenizer_sha256=tokenizer_sha256(tokenizer),
+        text=describe_text(text),
+        parameters=sizes,
+        recipe=recipe.settings(),
+        **describe_assessment(assessment, evaluator),
+    )
+    record = record.with_parts(warnings=[*record.warnings, *differences(recorded, record)])
+    now = baseline_of(record)
+    if baseline is not None and not gate.update_baseline:
+        checks, moved = compare_with(baseline, now, gate.tolerance)
+        checks_of_both = [*record.checks, *(Check(**asdict(check)) for check in checks)]
+        record = record.with_parts(checks=checks_of_both, warnings=[*record.warnings, *moved])
+    passed = all(check.passed for check in record.checks)
+    record = record.with_parts(passed=passed, timings=timings(context.progress, began))
+    return announce(record, now, gate, context.progress)
+
+
+def recipe_of(directory: Path, options: Mapping[str, Any], recorded: Record | SavedRecord) -> Recipe:
+    """The checkpoint's own recipe with the options of this check. Recorded budgets of texts that are not looked at this
+    time mean nothing here."""
     file = directory / "recipe.yaml"
-    recipe = recipes.resolve(file if file.is_file() else None, options)
-    budget = recipe.max_dppl or recorded_budget(record)
-    # Recorded words for texts and tasks that are not looked at this time mean nothing here.
+    recipe = recipes.resolve(file if file.is_file() else None, dict(options))
+    budget = recipe.max_dppl or recorded_budget(recorded)
     if options.get("text") and not options.get("max_dppl"):
         budget = of_names(budget, group(recipe.text or []))
-    drops = recipe.max_task_drop
-    recorded = not options.get("max_task_drop")
-    recipe = recipe.model_copy(update={"max_dppl": budget, "max_task_drop": None if recorded else drops})
-    tasks, recipe = name_tasks(recipe, setting.trust_remote_code)
-    if recorded:
-        drops = of_names(drops or [], [name for task in tasks for name in (task.name, *task.aliases)]) or None
-        recipe = recipe.model_copy(update={"max_task_drop": drops})
-    origin = gate.source or str(recipe.model or record["source"].get("model"))
-    revision = None if gate.source else record["source"].get("revision")
-    setting.progress.say(f"load {directory} and its source {origin}")
-    place = placing(recipe, setting)
+    return recipe.model_copy(update={"max_dppl": budget})
+
+
+def load_both(
+    directory: Path, origin: str, recipe: Recipe, recorded: Record | SavedRecord, gate: Gate, context: RunContext
+) -> tuple[Any, Any, Any]:
+    """The compressed model, its source, and the tokenizer."""
+    revision = None if gate.source else recorded.source.revision
+    context.progress.say(f"load {directory} and its source {origin}")
+    place = placing(recipe, context)
     compressed, tokenizer = load_model(str(directory), allow_compressed=True, **place)
     try:
-        original, _ = load_model(origin, trust_remote_code=setting.trust_remote_code, revision=revision, **place)
+        original, _ = load_model(origin, trust_remote_code=context.trust_remote_code, revision=revision, **place)
     except InputError as error:
         if gate.source:
             raise
         raise InputError(f"the source of {directory}: {error}; if it has moved, add --source DIRECTORY") from error
-    text, recipe = open_text(recipe.model_copy(update={"model": origin}), original, tokenizer)
-    counts = count_parameters(original), count_parameters(compressed)
-    source = describe_source(original)
-    if baseline is not None and gate.baseline is not None:
-        refuse_other_model(baseline, source, counts[0], gate.baseline)
-    evaluator = make_evaluator(recipe, original, tokenizer, text, tasks, setting)
-    before = evaluator.measure(original, "source", identify(original))
-    after = evaluator.measure(compressed, "compressed", identify(compressed))
-    found = evaluator.assess(before, after, compressed, identify(compressed))
-    report = {
-        **describe_tool(),
-        "directory": str(directory),
-        "source": source,
-        "compressed_sha256": source_of(compressed).weights_sha256,
-        "tokenizer_sha256": tokenizer_sha256(tokenizer),
-        "text": describe_text(text),
-        "parameters": {
-            "before": counts[0],
-            "after": counts[1],
-            "removed": counts[0] - counts[1],
-            "removed_fraction": (counts[0] - counts[1]) / counts[0],
-        },
-        "recipe": recipe.settings(),
-        **describe_assessment(found, evaluator),
-    }
-    report["warnings"] += differences(record, source["weights_sha256"], report["text"])
-    unchecked = [name for name in record.get("tasks") or {} if name not in report["tasks"]]
-    if unchecked:
-        report["warnings"].append(f"not looked at this time, but recorded: {', '.join(unchecked)}")
-    now = baseline_of(report)
-    if baseline is not None and not gate.update_baseline:
-        checks, warnings = compare_with(baseline, now, gate.tolerance)
-        report["checks"] += [asdict(check) for check in checks]
-        report["warnings"] += warnings
-    report["passed"] = all(check["passed"] for check in report["checks"])
-    report["timings"] = timings(setting.progress, began)
-    announce(report, now, gate, setting)
-    return report
+    return compressed, original, tokenizer
 
 
-def announce(report: dict[str, Any], now: dict[str, Any], gate: Gate, setting: Setting) -> None:
+def announce(record: Record, now: BaselineFile, gate: Gate, progress: Progress) -> Record:
     """Write what was asked for. A baseline is kept only when the budget holds."""
     if distributed.rank() > 0:
-        return
+        return record
     try:
-        if gate.baseline is not None and gate.update_baseline and report["passed"]:
-            write_json(gate.baseline, now)
-            report["baseline_written"] = str(gate.baseline)
+        if gate.baseline is not None and gate.update_baseline and record.passed:
+            write_json(gate.baseline, now.to_json_value())
+            record = record.with_parts(baseline_written=str(gate.baseline))
         if gate.junit is not None:
-            gate.junit.write_text(junit(report), encoding="utf-8")
+            gate.junit.write_text(junit(record), encoding="utf-8")
         if gate.page is not None:
-            gate.page.write_text(page(report), encoding="utf-8")
+            gate.page.write_text(page(record), encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{error.filename or 'what was found'} cannot be written: {error.strerror}") from error
+        raise InputError(f"{error.filename or 'a file'} cannot be written: {error.strerror}") from error
     steps = os.environ.get("GITHUB_STEP_SUMMARY")
     if steps:
-        append_summary(steps, report, setting.progress)
+        append_summary(steps, record, progress)
+    return record
 
 
 def of_names(words: Iterable[str], names: Iterable[str]) -> list[str]:
@@ -149,20 +159,23 @@ def of_names(words: Iterable[str], names: Iterable[str]) -> list[str]:
     return [word for word in words if split_name(word)[0] in known]
 
 
-def recorded_budget(record: dict[str, Any]) -> list[str]:
+def recorded_budget(recorded: Record | SavedRecord) -> list[str]:
     """The budget that the checkpoint was made with, as words of the command line."""
-    recorded = record.get("budget") or {}
-    if "asked" not in recorded:
+    if not isinstance(recorded, Record) or recorded.budget is None:
         raise InputError("the checkpoint records no budget; give one with --max-dppl 1.0")
-    return str(recorded["asked"]).split(",")
+    return recorded.budget.asked.split(",")
 
 
-def differences(record: dict[str, Any], weights_sha256: str, text: dict[str, Any]) -> list[str]:
+def differences(recorded: Record | SavedRecord, now: Record) -> list[str]:
     """What is not as it was when the checkpoint was made."""
     found = []
-    if record["source"].get("weights_sha256") != weights_sha256:
+    if recorded.source.weights_sha256 != now.source.weights_sha256:
         found.append("the source's weights are not those the checkpoint was made from")
-    recorded = (record.get("text") or {}).get("verification") or {}
-    if recorded and recorded.get("sha256") != text["verification"]["sha256"]:
+    if not isinstance(recorded, Record):
+        return found
+    if recorded.text and now.text and recorded.text.verification.sha256 != now.text.verification.sha256:
         found.append("the verification tokens are not those of the record (another text, tokenizer or setting)")
+    unchecked = [name for name in recorded.tasks if name not in now.tasks]
+    if unchecked:
+        found.append(f"not looked at this time, but recorded: {', '.join(unchecked)}")
     return found

@@ -1,4 +1,4 @@
-"""The record of a run, compression.json: every measurement as plain values."""
+"""What was computed, as parts of the record."""
 
 from __future__ import annotations
 
@@ -11,216 +11,224 @@ from typing import Any
 
 from torch import Tensor
 
-from compressor.evaluate.breakdown import Band, Hurt
+from compressor.evaluate.breakdown import Band, LossBreakdown
 from compressor.evaluate.budget import Budget
 from compressor.evaluate.evaluator import Assessment, Evaluator
-from compressor.evaluate.generation import Talk
-from compressor.evaluate.perplexity import Evaluation
+from compressor.evaluate.generation import GenerationCheck
+from compressor.evaluate.perplexity import PerplexityChange
 from compressor.evaluate.speed import Speed
-from compressor.evaluate.tasks import Drop, Task
+from compressor.evaluate.tasks import Task, TaskChange
 from compressor.export.llama import LLAMA_TYPES
-from compressor.modeling_compressor import Replacement
+from compressor.modeling_compressor import Replacement, specs
 from compressor.models.source import describe_origin, source_of
 from compressor.patch.checkpoint import count_parameters
-from compressor.patch.tree import specs
-from compressor.plan.calibration import Agreement
+from compressor.plan.calibration import Calibration
 from compressor.plan.search import Plan
-from compressor.report.record import describe_tool
+from compressor.report import record_parts as parts
+from compressor.report.record import Record, SavedRecord, describe_tool
 from compressor.runtime.names import UNNAMED
 from compressor.text import SPLITS, Split, Text
 
-KEEP = {"kind": "keep", "rank": None, "neurons": None}
+KEEP = parts.Replacement(kind="keep", rank=None, neurons=None)
 
 
-def describe_source(model: Any) -> dict[str, Any]:
+def describe_source(model: Any) -> parts.Source:
     source = source_of(model)
-    return {
-        "model": source.model,
-        "revision": source.revision,
-        "model_type": source.model_type,
-        "weights_sha256": source.weights_sha256,
-        "dtype": str(source.dtype).removeprefix("torch."),
-        "exports": [*(["gguf", "vllm"] if source.model_type in LLAMA_TYPES else []), "hf-dense", "onnx"],
-        "card": describe_origin(source),
-    }
+    return parts.Source(
+        model=source.model,
+        revision=source.revision,
+        model_type=source.model_type,
+        weights_sha256=source.weights_sha256,
+        dtype=str(source.dtype).removeprefix("torch."),
+        exports=[*(["gguf", "vllm"] if source.model_type in LLAMA_TYPES else []), "hf-dense", "onnx"],
+        card=describe_origin(source),
+    )
 
 
-def describe_text(text: Text) -> dict[str, Any]:
-    splits = {name: getattr(text, name) for name in SPLITS}
-    described = {name: {"source": s.source, "sha256": s.sha256, "tokens": s.tokens} for name, s in splits.items()}
-    return {**described, "seq_len": text.seq_len, "names": list(text.counts)}
+def describe_split(split: Split) -> parts.TextSplit:
+    return parts.TextSplit(source=split.source, sha256=split.sha256, tokens=split.tokens)
 
 
-def describe_model(model: Any) -> dict[str, Any]:
+def describe_text(text: Text) -> parts.Texts:
+    splits = {name: describe_split(getattr(text, name)) for name in SPLITS}
+    return parts.Texts(**splits, seq_len=text.seq_len, names=list(text.counts))
+
+
+def describe_model(model: Any) -> SavedRecord:
     """The record of a model that was patched through the Python API: what it is, without measurements."""
-    blocks = [{"path": path, "replacement": short(spec)} for path, spec in specs(model).items()]
-    return {
-        **describe_tool(),
-        "source": describe_source(model),
-        "parameters": {"after": count_parameters(model)},
-        "blocks": blocks,
-    }
+    blocks = [parts.SavedBlock(path=path, replacement=short(spec)) for path, spec in specs(model).items()]
+    size = parts.Parameters(after=count_parameters(model))
+    return SavedRecord(**describe_tool(), source=describe_source(model), parameters=size, blocks=blocks)
 
 
-def short(spec: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: spec[key] for key in KEEP}
+def short(spec: Mapping[str, Any]) -> parts.Replacement:
+    return parts.Replacement(kind=spec["kind"], rank=spec["rank"], neurons=spec["neurons"])
 
 
-def put_replacements(report: dict[str, Any], fits: Mapping[int, Replacement]) -> dict[str, Any]:
+def describe_sizes(before: int, after: int) -> parts.Parameters:
+    removed = before - after
+    return parts.Parameters(before=before, after=after, removed=removed, removed_fraction=removed / before)
+
+
+def put_replacements(record: Record, fits: Mapping[int, Replacement]) -> Record:
     """The record with these replacements in its blocks, and the parameters they leave."""
     blocks = []
-    for entry in report["blocks"]:
-        module = fits.get(entry["index"])
-        after = entry["params_before"] if module is None else count_parameters(module)
-        now = dict(KEEP) if module is None else short(module.spec())
-        blocks.append({**entry, "params_after": after, "replacement": now})
-    before = report["parameters"]["before"]
-    removed = sum(entry["params_before"] - entry["params_after"] for entry in blocks)
-    left = {"after": before - removed, "removed": removed, "removed_fraction": removed / before}
-    return {**report, "blocks": blocks, "parameters": {"before": before, **left}}
+    for block in record.blocks:
+        module = fits.get(block.index)
+        after = block.params_before if module is None else count_parameters(module)
+        replacement = KEEP if module is None else short(module.spec())
+        blocks.append(block.model_copy(update={"params_after": after, "replacement": replacement}))
+    before = record.parameters.before
+    assert before is not None
+    removed = sum(block.params_before - block.params_after for block in blocks)
+    return record.with_parts(blocks=blocks, parameters=describe_sizes(before, before - removed))
 
 
-def describe_plan(report: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def describe_plan(record: Record, plan: Plan) -> Record:
     """The record of a search: the profile, what stands where, and every plan that was tried."""
     trials = [
-        {
-            "replacements": {str(index): asdict(form) for index, form in trial.forms.items()},
-            "compensated": trial.compensated,
-            "removed": trial.saved,
-            "predicted_dloss": trial.predicted,
-            "texts": describe_texts(trial.evaluations),
-        }
+        parts.TriedPlan(
+            replacements={str(index): asdict(shape) for index, shape in trial.shapes.items()},
+            compensated=trial.compensated,
+            removed=trial.saved,
+            predicted_dloss=trial.predicted,
+            texts=describe_changes(trial.changes),
+        )
         for trial in plan.trials
     ]
-    found = {"selection": describe_texts(plan.selection), "trials": trials, "tasks": {}}
-    how = {"compensated": plan.compensated, "agreement": describe_agreement(plan.agreement)}
-    return {**put_replacements(report, plan.fits), **found, **how}
+    return put_replacements(record, plan.fits).with_parts(
+        selection=describe_changes(plan.selection),
+        trials=trials,
+        tasks={},
+        compensated=plan.compensated,
+        agreement=describe_calibration(plan.calibration),
+    )
 
 
-def describe_agreement(agreement: Agreement) -> dict[str, Any]:
+def describe_calibration(calibration: Calibration) -> parts.Agreement:
     """Predicted against measured nats per token, one replacement in every block alone."""
     points = [
-        {
-            "index": point.option.index,
-            "replacement": str(point.option.form),
-            "predicted": point.predicted,
-            "measured": point.measured,
-            "standard_error": point.error,
-        }
-        for point in agreement.points
+        parts.Prediction(
+            index=point.candidate.index,
+            replacement=str(point.candidate.shape),
+            predicted=point.predicted,
+            measured=point.measured,
+            standard_error=point.error,
+        )
+        for point in calibration.points
     ]
-    correlation = agreement.correlation
-    return {"rank_correlation": None if math.isnan(correlation) else correlation, "blocks": points}
+    correlation = calibration.correlation
+    return parts.Agreement(rank_correlation=None if math.isnan(correlation) else correlation, blocks=points)
 
 
-def describe_speed(speed: Speed) -> dict[str, Any]:
-    return {
+def describe_speed(speed: Speed) -> parts.Speed:
+    return parts.Speed(
         **asdict(speed),
-        "flops_ratio": speed.flops_ratio,
-        "prefill_ratio": speed.prefill_ratio,
-        "decode_ratio": speed.decode_ratio,
-    }
+        flops_ratio=speed.flops_ratio,
+        prefill_ratio=speed.prefill_ratio,
+        decode_ratio=speed.decode_ratio,
+    )
 
 
-def describe_texts(evaluations: Mapping[str, Evaluation]) -> dict[str, Any]:
-    return {name: describe_perplexity(evaluation) for name, evaluation in evaluations.items()}
+def describe_change(change: PerplexityChange) -> parts.PerplexityChange:
+    return parts.PerplexityChange(**change_values(change))
 
 
-def describe_budget(budgets: Mapping[str, Budget], allowed: Mapping[str, float]) -> dict[str, Any]:
+def change_values(change: PerplexityChange) -> dict[str, Any]:
+    """The fields of a change in perplexity, as the record names them."""
+    values = asdict(change)
+    return {**values, "delta_upper": values.pop("upper")}
+
+
+def describe_changes(changes: Mapping[str, PerplexityChange]) -> dict[str, parts.PerplexityChange]:
+    return {name: describe_change(change) for name, change in changes.items()}
+
+
+def describe_budget(budgets: Mapping[str, Budget], allowed: Mapping[str, float]) -> parts.Budget:
     """What was asked for, word for word, and the rise it allows; of several texts the smallest."""
     only = list(budgets) == [UNNAMED]
     asked = ",".join(str(budget) if only else f"{name}={budget}" for name, budget in budgets.items())
     confidence = next(iter(budgets.values())).confidence
-    return {"max_dppl": min(allowed.values()), "asked": asked, "confidence": confidence}
+    return parts.Budget(max_dppl=min(allowed.values()), asked=asked, confidence=confidence)
 
 
-def describe_assessment(found: Assessment, evaluator: Evaluator) -> dict[str, Any]:
-    """Everything measured of a compressed model against its source."""
-    parts = evaluator.text.parts("verification")
+def describe_assessment(assessment: Assessment, evaluator: Evaluator) -> dict[str, Any]:
+    """Everything measured of a compressed model against its source, as fields of the record."""
+    slices = evaluator.text.parts("verification")
     windows = evaluator.text.verification.windows
     texts = {
-        name: {
-            **describe_perplexity(e),
-            "max_dppl": found.allowed[name],
-            "asked": str(evaluator.budgets[name]),
-            "passed": e.upper <= found.allowed[name],
-            "sha256": Split(windows[parts[name]], name).sha256,
-        }
-        for name, e in found.texts.items()
+        name: parts.TextResult(
+            **change_values(change),
+            max_dppl=assessment.allowed[name],
+            asked=str(evaluator.budgets[name]),
+            passed=change.upper <= assessment.allowed[name],
+            sha256=Split(windows[slices[name]], name).sha256,
+        )
+        for name, change in assessment.texts.items()
     }
     tasks = {
-        task.name: describe_task(task, found.drops[task.name], found.limits[task.name]) for task in evaluator.tasks
+        task.name: describe_task(task, assessment.tasks[task.name], assessment.limits[task.name])
+        for task in evaluator.tasks
     }
+    generation = assessment.generation
     return {
-        "perplexity": describe_perplexity(found.whole),
-        "budget": describe_budget(evaluator.budgets, found.allowed),
+        "perplexity": describe_change(assessment.whole),
+        "budget": describe_budget(evaluator.budgets, assessment.allowed),
         "texts": texts,
         "tasks": tasks,
-        "generation": describe_talk(found.talk, evaluator.prompts) if found.talk else None,
-        "where": describe_hurt(found.hurt),
-        "checks": [asdict(check) for check in found.checks],
-        "warnings": found.warnings,
-        "passed": found.passed,
+        "generation": describe_generation(generation, evaluator.prompts) if generation else None,
+        "where": describe_breakdown(assessment.breakdown),
+        "checks": [parts.Check(**asdict(check)) for check in assessment.checks],
+        "warnings": assessment.warnings,
+        "passed": assessment.passed,
     }
 
 
-def describe_task(task: Task, found: Drop, limit: float | None) -> dict[str, Any]:
-    return {
-        "metric": task.metric,
-        "higher_is_better": task.better > 0,
-        "source": found.source,
-        "compressed": found.compressed,
-        "drop": found.drop,
-        "drop_ci95": list(found.drop_ci95),
-        "drop_upper": found.upper,
-        "documents": found.documents,
-        "changed": found.changed,
-        "max_drop": limit,
-        "passed": None if limit is None else found.upper <= limit,
-        "metrics": {name: {"source": a, "compressed": b} for name, (a, b) in found.metrics.items()},
-        "data": task.source,
-        "sha256": task.sha256,
-    }
+def describe_task(task: Task, change: TaskChange, limit: float | None) -> parts.TaskResult:
+    return parts.TaskResult(
+        metric=task.metric,
+        higher_is_better=task.better > 0,
+        source=change.source,
+        compressed=change.compressed,
+        drop=change.drop,
+        drop_ci95=change.drop_ci95,
+        drop_upper=change.upper,
+        documents=change.documents,
+        changed=change.changed,
+        max_drop=limit,
+        passed=None if limit is None else change.upper <= limit,
+        metrics={name: parts.MetricPair(source=a, compressed=b) for name, (a, b) in change.metrics.items()},
+        data=task.source,
+        sha256=task.sha256,
+    )
 
 
-def describe_talk(found: Talk, prompts: Sequence[Tensor]) -> dict[str, Any]:
-    pair = ("source", "compressed")
-    words = json.dumps([[prompt.tolist() for prompt in prompts], found.tokens])
-    return {
-        "prompts": found.prompts,
-        "prompt_tokens": max(len(prompt) for prompt in prompts),
-        "tokens": found.tokens,
-        "agreement": found.agreement,
-        "same_prefix": found.same_prefix,
-        "distinct": {str(n): dict(zip(pair, both, strict=True)) for n, both in found.distinct.items()},
-        "repetition": {**dict(zip(pair, found.repetition, strict=True)), "rise_ci95": list(found.rise_ci95)},
-        "warnings": found.warnings,
-        "samples": [asdict(sample) for sample in found.samples],
-        "sha256": hashlib.sha256(words.encode()).hexdigest(),
-    }
+def describe_generation(check: GenerationCheck, prompts: Sequence[Tensor]) -> parts.Generation:
+    words = json.dumps([[prompt.tolist() for prompt in prompts], check.tokens])
+    source, compressed = check.repetition
+    return parts.Generation(
+        prompts=check.prompts,
+        prompt_tokens=max(len(prompt) for prompt in prompts),
+        tokens=check.tokens,
+        agreement=check.agreement,
+        same_prefix=check.same_prefix,
+        distinct={str(n): parts.MetricPair(source=a, compressed=b) for n, (a, b) in check.distinct.items()},
+        repetition=parts.Repetition(source=source, compressed=compressed, rise_ci95=check.rise_ci95),
+        warnings=check.warnings,
+        samples=[parts.Sample(**asdict(sample)) for sample in check.samples],
+        sha256=hashlib.sha256(words.encode()).hexdigest(),
+    )
 
 
-def describe_hurt(found: Hurt) -> dict[str, Any]:
-    def rows(bands: list[Band]) -> list[dict[str, Any]]:
+def describe_breakdown(breakdown: LossBreakdown) -> parts.Breakdown:
+    def rows(bands: list[Band]) -> list[parts.Band]:
         return [
-            {**asdict(b), "delta": b.compressed - b.baseline, "nats": math.log(b.compressed / b.baseline)}
+            parts.Band(**asdict(b), delta=b.compressed - b.baseline, nats=math.log(b.compressed / b.baseline))
             for b in bands
         ]
 
-    windows = [
-        {**asdict(window), "worst": [{"token": token, "nats": nats} for token, nats in window.worst]}
-        for window in found.windows
-    ]
-    return {"frequency": rows(found.frequency), "position": rows(found.position), "windows": windows}
-
-
-def describe_perplexity(evaluation: Evaluation) -> dict[str, Any]:
-    return {
-        "baseline": evaluation.baseline,
-        "compressed": evaluation.compressed,
-        "delta": evaluation.delta,
-        "delta_ci95": list(evaluation.delta_ci95),
-        "delta_upper": evaluation.upper,
-        "tokens": evaluation.tokens,
-        "seq_len": evaluation.seq_len,
-    }
+    windows = []
+    for window in breakdown.windows:
+        worst = [parts.TokenLoss(token=token, nats=nats) for token, nats in window.worst]
+        windows.append(parts.Window(**{**asdict(window), "worst": worst}))
+    return parts.Breakdown(frequency=rows(breakdown.frequency), position=rows(breakdown.position), windows=windows)

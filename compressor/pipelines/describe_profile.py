@@ -1,4 +1,4 @@
-"""The record of a linearity report: every block's figures, trials and probes as plain values, and what sums them up."""
+"""How linear a model is, as parts of the record: every block's figures, trials and probes, and what sums them up."""
 
 from __future__ import annotations
 
@@ -11,80 +11,84 @@ from typing import Any
 
 import torch
 
-from compressor.evaluate.perplexity import Evaluation
+from compressor.evaluate.perplexity import PerplexityChange
 from compressor.measure.probes import BILINEAR_RANK, CONVERGED, ROUND, TRAINED_BATCH, TRAINED_RATE, Crossing
 from compressor.measure.profile import FIGURES, BlockProfile, Profile
 from compressor.measure.study import Study
 from compressor.patch.checkpoint import count_parameters
-from compressor.pipelines.describe import KEEP, describe_perplexity, describe_source, describe_text
+from compressor.pipelines.describe import KEEP, change_values, describe_source, describe_split, describe_text
 from compressor.plan.calibration import rank_correlation
-from compressor.plan.shapes import Form
-from compressor.report.markup import last_part
-from compressor.report.record import describe_tool, flat, profiles_of
+from compressor.plan.shapes import Shape
+from compressor.report import record_parts as parts
+from compressor.report.formats import last_part
+from compressor.report.record import ProfileSet, Record, describe_tool, profiles_of
 from compressor.text import Text
 
 AROUND = 12  # tokens on either side of a row that is told by its text
 WHOLE = ("input_rank", "top_position")
 
 
-def describe_profile(model: Any, tokenizer: Any, text: Text, profile: Profile, study: Study) -> dict[str, Any]:
+def describe_profile(model: Any, tokenizer: Any, text: Text, profile: Profile, study: Study) -> Record:
     """The record of a measurement: no budget, no replacement."""
-    blocks = [describe_block(p, study) | {"top_rows": name_rows(p, text, tokenizer)} for p in profile.blocks]
-    return {
+    swap: dict[str, Any] = {"swap": describe_sweep(study, count_parameters(model))} if study.sweep else {}
+    return Record(
         **describe_tool(),
-        "source": describe_source(model),
-        "text": describe_text(text),
-        "parameters": {"before": count_parameters(model)},
-        "rows": {"fitted": profile.rows_fitted, "held_out": profile.rows_held_out},
-        "blocks": blocks,
-        "shape": describe_shape([p.r2_lin for p in profile.blocks]),
-        **describe_sweep(study, count_parameters(model)),
+        source=describe_source(model),
+        text=describe_text(text),
+        parameters=parts.Parameters(before=count_parameters(model)),
+        rows=parts.Rows(fitted=profile.rows_fitted, held_out=profile.rows_held_out),
+        blocks=[describe_block(p, study, name_rows(p, text, tokenizer)) for p in profile.blocks],
+        shape=describe_shape([p.r2_lin for p in profile.blocks]),
+        **swap,
         **describe_probes(study),
-    }
+    )
 
 
-def describe_figures(p: BlockProfile) -> dict[str, Any]:
-    """What one text says of one block."""
+def figure_values(p: BlockProfile) -> dict[str, Any]:
+    """What one text says of one block, as fields of the record."""
     figures = {name: getattr(p, name) for name in FIGURES}
+    shape = Shape(p.enough_rank if 2 * p.enough_rank < p.block.width else None)
     return {
         "index": p.block.index,
         **figures,
         **{name: int(figures[name]) for name in WHOLE},
-        "r2_lin_ci95": list(p.r2_lin_ci95),
+        "r2_lin_ci95": p.r2_lin_ci95,
         "rank_99": p.enough_rank,
-        "rank_99_params": Form(p.enough_rank if 2 * p.enough_rank < p.block.width else None).parameters(
-            p.block.width, 0
-        ),
+        "rank_99_params": shape.parameters(p.block.width, 0),
     }
 
 
-def describe_block(p: BlockProfile, study: Study) -> dict[str, Any]:
+def describe_block(p: BlockProfile, study: Study, top_rows: list[parts.TopRow]) -> parts.Block:
     index = p.block.index
     damage, verdict = study.damages[index], study.verdicts[index]
     ranks = ladder_ranks(len(p.ladder) - 1)
-    entry: dict[str, Any] = {
-        **describe_figures(p),
-        "path": p.block.path,
-        "predicted_dloss": damage.linear,
-        "predicted_dloss_factorised": damage.factorised,
-        "params_before": p.block.parameters,
-        "params_after": p.block.parameters,
-        "linear_params": Form(None).parameters(p.block.width, 0),
-        "ladder": {"ranks": ranks, "r2": p.ladder[ranks].tolist()},
-        "verdict": verdict.word,
-        "reason": verdict.reason,
-        "replacement": dict(KEEP),
-    }
+    optional: dict[str, Any] = {}
     if study.sweep:
-        entry["swap"] = describe_swap(study.sweep.alone[index])
+        optional["swap"] = parts.Trial(**trial_values(study.sweep.alone[index]))
     if index in study.bilinear:
-        entry["bilinear"] = {**asdict(study.bilinear[index]), "gain": study.bilinear[index].gain}
+        bilinear = study.bilinear[index]
+        optional["bilinear"] = parts.Bilinear(**asdict(bilinear), gain=bilinear.gain)
     if index in study.trained:
-        entry["trained"] = {**asdict(study.trained[index]), "gap": study.trained[index].gap}
+        trained = study.trained[index]
+        optional["trained"] = parts.Trained(**asdict(trained), gap=trained.gap)
     for crossing in study.crossings:
         if crossing.index == index:
-            entry["cross"] = asdict(crossing)
-    return entry
+            optional["cross"] = parts.Crossing(**asdict(crossing))
+    return parts.Block(
+        **figure_values(p),
+        path=p.block.path,
+        predicted_dloss=damage.linear,
+        predicted_dloss_factorised=damage.factorised,
+        params_before=p.block.parameters,
+        params_after=p.block.parameters,
+        linear_params=Shape(None).parameters(p.block.width, 0),
+        ladder=parts.Ladder(ranks=ranks, r2=p.ladder[ranks].tolist()),
+        verdict=verdict.word,
+        reason=verdict.reason,
+        replacement=KEEP,
+        top_rows=top_rows,
+        **optional,
+    )
 
 
 def ladder_ranks(full: int) -> list[int]:
@@ -93,147 +97,135 @@ def ladder_ranks(full: int) -> list[int]:
     return sorted({0, full, *(rank for rank in steps if rank < full)})
 
 
-def name_rows(p: BlockProfile, text: Text, tokenizer: Any) -> list[dict[str, Any]]:
+def name_rows(p: BlockProfile, text: Text, tokenizer: Any) -> list[parts.TopRow]:
     """The rows that carry most variance, by token, place, and the text around them."""
     windows = text.held_out
-    found = []
+    rows = []
     for row in p.top_rows:
         window = windows[row.window].tolist()
         start = max(0, row.position - AROUND)
         around = (window[start : row.position], window[row.position + 1 : row.position + 1 + AROUND])
         before, after = (tokenizer.decode(tokens) for tokens in around)
         token = tokenizer.decode([window[row.position]])
-        found.append({**asdict(row), "token": token, "before": before, "after": after})
-    return found
+        rows.append(parts.TopRow(**asdict(row), token=token, before=before, after=after))
+    return rows
 
 
-def describe_swap(evaluation: Evaluation) -> dict[str, Any]:
-    found = describe_perplexity(evaluation)
-    return {**found, "nats": math.log(evaluation.compressed / evaluation.baseline)}
+def trial_values(change: PerplexityChange) -> dict[str, Any]:
+    return {**change_values(change), "nats": math.log(change.compressed / change.baseline)}
 
 
-def describe_sweep(study: Study, parameters: int) -> dict[str, Any]:
+def describe_sweep(study: Study, parameters: int) -> parts.Swap:
     sweep = study.sweep
-    if sweep is None:
-        return {}
+    assert sweep is not None
     first = next(iter(sweep.alone.values()))
     together = [
-        {
-            **describe_swap(found.evaluation),
-            "blocks": list(found.blocks),
-            "removed": found.removed,
-            "removed_fraction": found.removed / parameters,
-        }
-        for found in sweep.together
+        parts.Together(
+            **trial_values(group.change),
+            blocks=list(group.blocks),
+            removed=group.removed,
+            removed_fraction=group.removed / parameters,
+        )
+        for group in sweep.together
     ]
-    return {
-        "swap": {
-            "baseline": first.baseline,
-            "tokens": first.tokens,
-            "seq_len": first.seq_len,
-            "seconds": sweep.seconds,
-            "whole_evaluation_seconds": sweep.whole_seconds,
-            "ratio": sweep.ratio,
-            "predicted_rank_correlation": number(
-                rank_correlation(
-                    [study.damages[index].linear for index in sweep.alone], [e.delta for e in sweep.alone.values()]
-                )
-            ),
-            "together": together,
-        }
-    }
+    predicted = [study.damages[index].linear for index in sweep.alone]
+    return parts.Swap(
+        baseline=first.baseline,
+        tokens=first.tokens,
+        seq_len=first.seq_len,
+        seconds=sweep.seconds,
+        whole_evaluation_seconds=sweep.whole_seconds,
+        ratio=sweep.ratio,
+        predicted_rank_correlation=number(rank_correlation(predicted, [c.delta for c in sweep.alone.values()])),
+        together=together,
+    )
 
 
 def describe_probes(study: Study) -> dict[str, Any]:
-    """How the probes were made, and what they say of all blocks together."""
-    found: dict[str, Any] = {}
+    """How the probes were made and what they say of all blocks together: fields of the record."""
+    probes: dict[str, Any] = {}
     if study.bilinear:
         left = [1 - b.r2_lin for b in study.bilinear.values()]
         gains = [b.gain for b in study.bilinear.values()]
         least, of_it = CONVERGED
-        found["bilinear"] = {
-            "rank": BILINEAR_RANK,
-            "criterion": f"in {ROUND} iterations of L-BFGS the share of variance explained grew by less than "
+        probes["bilinear"] = parts.BilinearProbe(
+            rank=BILINEAR_RANK,
+            criterion=f"in {ROUND} iterations of L-BFGS the share of variance explained grew by less than "
             f"{least:g}, or than {of_it:g} of itself",
-            "pearson": pearson(left, gains),
-            "mean_gain": statistics.fmean(gains),
-            "largest_gain": max(gains),
-        }
+            pearson=pearson(left, gains),
+            mean_gain=statistics.fmean(gains),
+            largest_gain=max(gains),
+        )
     if study.trained:
         gaps = [t.gap for t in study.trained.values()]
-        steps = max(t.steps[-1] for t in study.trained.values())
-        found["trained"] = {
-            **{"optimiser": "Adam", "steps": steps, "batch": TRAINED_BATCH, "learning_rate": TRAINED_RATE},
-            "mean_gap": statistics.fmean(gaps),
-            "largest_gap": max(gaps),
-        }
-    if found:
-        found = {"probes": {"rows": study.probed_rows, "sampled": study.sampled, **found}}
+        probes["trained"] = parts.TrainedProbe(
+            optimiser="Adam",
+            steps=max(t.steps[-1] for t in study.trained.values()),
+            batch=TRAINED_BATCH,
+            learning_rate=TRAINED_RATE,
+            mean_gap=statistics.fmean(gaps),
+            largest_gap=max(gaps),
+        )
+    fields: dict[str, Any] = {}
+    if probes:
+        fields["probes"] = parts.Probes(rows=study.probed_rows, sampled=study.sampled, **probes)
     if study.crossings:
-        found["cross"] = {"source": describe_source(study.other), **describe_cross(study.crossings)}
-    return found
+        fields["cross"] = describe_cross(study.crossings, study.other)
+    return fields
 
 
-def describe_cross(crossings: Sequence[Crossing]) -> dict[str, Any]:
+def describe_cross(crossings: Sequence[Crossing], other: Any) -> parts.CrossSummary:
     """Means over blocks, and which profile the other model's blocks follow when they are given this model's inputs."""
     names = ("own", "own_on_other", "own_on_white", "other", "other_on_own", "other_on_white")
     columns = {name: [getattr(c, name) for c in crossings] for name in names}
-
-    def follows(name: str, of: str) -> float | None:
-        return number(rank_correlation(columns[name], columns[of]))
-
-    return {
-        "mean": {name: statistics.fmean(column) for name, column in columns.items()},
-        "rank_correlation": {
-            "other_on_own, other": follows("other_on_own", "other"),
-            "other_on_own, own": follows("other_on_own", "own"),
-            "own_on_other, own": follows("own_on_other", "own"),
-            "own_on_white, own": follows("own_on_white", "own"),
-        },
-    }
+    pairs = (("other_on_own", "other"), ("other_on_own", "own"), ("own_on_other", "own"), ("own_on_white", "own"))
+    return parts.CrossSummary(
+        source=describe_source(other),
+        mean={name: statistics.fmean(column) for name, column in columns.items()},
+        rank_correlation={f"{a}, {b}": number(rank_correlation(columns[a], columns[b])) for a, b in pairs},
+    )
 
 
-def describe_shape(profile: Sequence[float]) -> dict[str, Any]:
+def describe_shape(profile: Sequence[float]) -> parts.Shape:
     """How heterogeneous a profile is: its spread, its jumps between neighbours, and whether it follows depth."""
     steps = [b - a for a, b in pairwise(profile)]
     jumps = [abs(step) for step in steps]
-    return {
-        "lowest": min(profile),
-        "median": statistics.median(profile),
-        "highest": max(profile),
-        "spread": max(profile) - min(profile),
-        "mean_jump": statistics.fmean(jumps) if jumps else 0.0,
-        "largest_jump": max(jumps, default=0.0),
-        "largest_jump_after": jumps.index(max(jumps)) if jumps else None,
-        "turns": sum(a * b < 0 for a, b in pairwise(steps)),  # how often it changes between rising and falling
-        "rank_correlation_with_depth": number(rank_correlation(list(map(float, range(len(profile)))), list(profile))),
-    }
+    depth = list(map(float, range(len(profile))))
+    return parts.Shape(
+        lowest=min(profile),
+        median=statistics.median(profile),
+        highest=max(profile),
+        spread=max(profile) - min(profile),
+        mean_jump=statistics.fmean(jumps) if jumps else 0.0,
+        largest_jump=max(jumps, default=0.0),
+        largest_jump_after=jumps.index(max(jumps)) if jumps else None,
+        turns=sum(a * b < 0 for a, b in pairwise(steps)),  # how often it changes between rising and falling
+        rank_correlation_with_depth=number(rank_correlation(depth, list(profile))),
+    )
 
 
 def describe_corpora(names: Sequence[str], texts: Sequence[Text], profiles: Sequence[Profile]) -> dict[str, Any]:
-    """Every corpus's own profile, and how far they agree on the order of the blocks."""
+    """Every corpus's own profile, and how far they agree on the order of the blocks: fields of the record."""
     corpora = [
-        {
-            "name": name,
-            "text": describe_text(text)["calibration"],
-            "blocks": [describe_figures(p) for p in profile.blocks],
-            "shape": describe_shape([p.r2_lin for p in profile.blocks]),
-        }
+        parts.Corpus(
+            name=name,
+            text=describe_split(text.calibration),
+            blocks=[parts.BlockFigures(**figure_values(p)) for p in profile.blocks],
+            shape=describe_shape([p.r2_lin for p in profile.blocks]),
+        )
         for name, text, profile in zip(names, texts, profiles, strict=True)
     ]
     pairs = []
     for k, first in enumerate(corpora):
         for second in corpora[k + 1 :]:
-            columns = [[b["r2_lin"] for b in corpus["blocks"]] for corpus in (first, second)]
-            apart = max(abs(a - b) for a, b in zip(*columns, strict=True))
-            agreed = number(rank_correlation(columns[0], columns[1]))
+            columns = [[block.r2_lin for block in corpus.blocks] for corpus in (first, second)]
             pairs.append(
-                {
-                    "first": first["name"],
-                    "second": second["name"],
-                    "rank_correlation": agreed,
-                    "largest_difference": apart,
-                }
+                parts.CorpusPair(
+                    first=first.name,
+                    second=second.name,
+                    rank_correlation=number(rank_correlation(columns[0], columns[1])),
+                    largest_difference=max(abs(a - b) for a, b in zip(*columns, strict=True)),
+                )
             )
     return {"corpora": corpora, "corpus_agreement": pairs}
 
@@ -248,22 +240,38 @@ def number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def tables_of(report: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The record's numbers as tables: one line per block (of every model and corpus), and one per block and rank."""
+def tables_of(record: Record | ProfileSet) -> dict[str, list[dict[str, Any]]]:
+    """The record's numbers as tables for CSV files: one line per block (of every model and corpus), and one per block
+    and rank."""
     blocks, ladders = [], []
-    for profile in profiles_of(report):
-        model = last_part(profile["source"]["model"])
-        corpora = profile.get("corpora") or [{"name": "", "blocks": []}]
-        for block in profile["blocks"]:
-            first = {"model": model, "corpus": corpora[0]["name"], "block": block["index"]}
-            blocks.append({**first, **flat(block)})
-            for rank, r2 in zip(block["ladder"]["ranks"], block["ladder"]["r2"], strict=True):
-                size = Form(rank if 2 * rank < block["ladder"]["ranks"][-1] else None)
-                ladders.append(
-                    {**first, "rank": rank, "r2": r2, "parameters": size.parameters(block["ladder"]["ranks"][-1], 0)}
-                )
-        for corpus in corpora[1:]:
+    for profile in profiles_of(record):
+        model = last_part(profile.source.model)
+        first_corpus = profile.corpora[0].name if profile.corpora else ""
+        for block in profile.blocks:
+            first = {"model": model, "corpus": first_corpus, "block": block.index}
+            blocks.append({**first, **flat(block.model_dump(exclude_unset=True))})
+            assert block.ladder is not None
+            width = block.ladder.ranks[-1]
+            for rank, r2 in zip(block.ladder.ranks, block.ladder.r2, strict=True):
+                size = Shape(rank if 2 * rank < width else None).parameters(width, 0)
+                ladders.append({**first, "rank": rank, "r2": r2, "parameters": size})
+        for corpus in profile.corpora[1:]:
             blocks += [
-                {"model": model, "corpus": corpus["name"], "block": b["index"], **flat(b)} for b in corpus["blocks"]
+                {"model": model, "corpus": corpus.name, "block": b.index, **flat(b.model_dump(exclude_unset=True))}
+                for b in corpus.blocks
             ]
     return {"profile": blocks, "ladder": ladders}
+
+
+def flat(block: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A block's numbers and words in one row; lists of other things than an interval's two ends are left out."""
+    row: dict[str, Any] = {}
+    for key, value in block.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and key not in ("replacement", "ladder"):
+            row |= flat(value, f"{name}_")
+        elif key.endswith("ci95"):
+            row |= {f"{name}_low": value[0], f"{name}_high": value[1]}
+        elif not isinstance(value, (list, tuple, Mapping)) and name != "index":
+            row[name] = value
+    return row

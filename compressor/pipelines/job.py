@@ -1,50 +1,41 @@
-"""A job: a model, its text and its tasks, opened or refused in one line, and what is measured of it only once."""
+"""A job: a model, its text and its tasks, opened or refused in one line."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from compressor.evaluate.budget import drops_of
 from compressor.evaluate.evaluator import Evaluator
 from compressor.evaluate.generation import opening_prompts, read_prompts
 from compressor.evaluate.task_files import BUILT_IN_TASK
 from compressor.evaluate.tasks import Task, open_tasks, prefix_of
-from compressor.measure.gradients import GRADIENT_TOKENS, Damage, predict
+from compressor.measure.gradients import Damage
 from compressor.measure.probes import refuse_widths
-from compressor.measure.profile import Profile, measure
+from compressor.measure.profile import Profile
 from compressor.measure.study import Study, Wanted, study
 from compressor.measure.verdicts import SAFE_NATS
 from compressor.models.blocks import find_blocks
 from compressor.models.load import load_model, quiet
-from compressor.models.source import context_of, identify, source_of
-from compressor.patch.checkpoint import refuse_foreign_code
+from compressor.models.source import context_of, source_of
+from compressor.patch.checkpoint import count_parameters, refuse_foreign_code
 from compressor.pipelines.recipe import Recipe
 from compressor.runtime import distributed
-from compressor.runtime.cache import Cache
+from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
-from compressor.runtime.names import HUB_TEXTS
+from compressor.runtime.names import HUB_TEXTS, RECORD
+from compressor.runtime.outputs import reserved
 from compressor.runtime.progress import Progress
+from compressor.runtime.resources import require_disk
 from compressor.text import SPLITS, Text, load_text, split_text
 
 DEFAULT_SEQ_LEN = 512
-VERSION = 3  # of what is kept of a profile
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is not in a recipe: how much to trust, where to keep what was measured, and what to show."""
-
-    progress: Progress
-    trust_remote_code: bool = False
-    cache: Cache | None = None
+REPORT_BYTES = 10 * 2**20
 
 
 @dataclass(frozen=True)
@@ -56,85 +47,76 @@ class Job:
     text: Text
     tasks: list[Task]
     recipe: Recipe
-    setting: Setting
+    context: RunContext
     began: float
     other: tuple[Any, Text] | None = None  # the model of --cross, and the same text in its tokens
 
-    @property
-    def cache(self) -> Cache:
-        return self.setting.cache or Cache(None, self.setting.progress)
-
-    def key(self, what: str, text: Text) -> dict[str, Any]:
-        """All that a measurement on the calibration windows of a text depends on."""
-        return {
-            **identify(self.model),
-            "what": what,
-            "version": VERSION,
-            "text": text.calibration.sha256,
-            "seq_len": text.seq_len,
-            "batch": self.recipe.batch_size,
-            "seed": self.recipe.seed,
-        }
-
     def evaluator(self) -> Evaluator:
-        return make_evaluator(self.recipe, self.model, self.tokenizer, self.text, self.tasks, self.setting)
+        return make_evaluator(self.recipe, self.model, self.tokenizer, self.text, self.tasks, self.context)
 
     def timings(self) -> dict[str, float]:
-        return timings(self.setting.progress, self.began)
+        return timings(self.context.progress, self.began)
 
 
 def timings(progress: Progress, began: float) -> dict[str, float]:
+    """Seconds of every step, and of the run so far."""
     steps = {step: round(seconds, 2) for step, seconds in progress.seconds.items()}
     return {**steps, "total": round(time.perf_counter() - began, 2)}
 
 
-def open_job(recipe: Recipe, setting: Setting, *, with_tasks: bool = True) -> Job:
+def context_for(recipe: Recipe, context: RunContext) -> RunContext:
+    """The context with what a recipe says of how to compute."""
+    return replace(context, batch_size=recipe.batch_size, seed=recipe.seed, confidence=recipe.confidence)
+
+
+def open_job(recipe: Recipe, context: RunContext, *, with_tasks: bool = True) -> Job:
     """Load tasks, model and text, or say in one line what is wrong with any of them."""
     began = time.perf_counter()
+    context = context_for(recipe, context)
     model_name = recipe.model
     if model_name is None:
         raise InputError("no model: give a directory, a hub id such as gpt2, or `demo`")
-    tasks, recipe = name_tasks(recipe, setting.trust_remote_code) if with_tasks else ([], recipe)
-    setting.progress.say(f"load {model_name}")
+    tasks, recipe = name_tasks(recipe, context.trust_remote_code) if with_tasks else ([], recipe)
+    context.progress.say(f"load {model_name}")
     model, tokenizer = load_model(
         model_name,
-        trust_remote_code=setting.trust_remote_code,
+        trust_remote_code=context.trust_remote_code,
         revision=recipe.revision,
-        **placing(recipe, setting),
+        **placing(recipe, context),
     )
     find_blocks(model)  # an unsupported family is refused before any text is read
     refuse_foreign_code(model)
     for task in tasks:
         prefix_of(model, tokenizer, task)  # a task that this tokenizer cannot do is refused here
-    other = load_other(recipe, model, setting) if recipe.cross else None
+    other = load_other(recipe, model, context) if recipe.cross else None
     text, recipe = open_text(recipe, model, tokenizer)
-    advise_batches(text, recipe.batch_size, setting)
+    advise_batches(text, context)
     crossed = (other[0], open_text(recipe, *other)[0]) if other else None
-    return Job(model, tokenizer, text, tasks, recipe, setting, began, crossed)
+    return Job(model, tokenizer, text, tasks, recipe, context, began, crossed)
 
 
-def advise_batches(text: Text, batch_size: int, setting: Setting) -> None:
+def advise_batches(text: Text, context: RunContext) -> None:
     """Whole batches are shared out: say so where a process would have none."""
-    fewest = -(-min(len(getattr(text, name).windows) for name in SPLITS) // batch_size)
+    fewest = -(-min(len(getattr(text, name).windows) for name in SPLITS) // context.batch_size)
     processes = distributed.size()
     if fewest < processes:
-        setting.progress.say(
+        context.progress.say(
             f"{processes} processes, but a text of {fewest} batches: a smaller --batch-size shares the work better"
         )
 
 
-def placing(recipe: Recipe, setting: Setting) -> dict[str, Any]:
+def placing(recipe: Recipe, context: RunContext) -> dict[str, Any]:
     """Where and in what precision a model computes, and where its weights are meanwhile."""
-    scratch = setting.cache.directory if setting.cache else None
+    scratch = context.cache.directory
     return {"device": recipe.device, "dtype": recipe.dtype, "low_memory": recipe.low_memory, "scratch": scratch}
 
 
-def load_other(recipe: Recipe, model: Any, setting: Setting) -> tuple[Any, Any]:
+def load_other(recipe: Recipe, model: Any, context: RunContext) -> tuple[Any, Any]:
     """The model of --cross and its tokenizer, if its blocks take rows of the same width."""
     assert recipe.cross is not None
-    setting.progress.say(f"load {recipe.cross}")
-    trust = setting.trust_remote_code
-    other, tokenizer = load_model(recipe.cross, trust_remote_code=trust, **placing(recipe, setting))
+    context.progress.say(f"load {recipe.cross}")
+    trust = context.trust_remote_code
+    other, tokenizer = load_model(recipe.cross, trust_remote_code=trust, **placing(recipe, context))
     refuse_widths(model, other, str(recipe.model), recipe.cross)
     return other, tokenizer
 
@@ -188,14 +170,14 @@ def name_tasks(recipe: Recipe, trust_remote_code: bool) -> tuple[list[Task], Rec
 
 
 def make_evaluator(
-    recipe: Recipe, model: Any, tokenizer: Any, text: Text, tasks: list[Task], setting: Setting
+    recipe: Recipe, model: Any, tokenizer: Any, text: Text, tasks: list[Task], context: RunContext
 ) -> Evaluator:
     """What source and compressed model are measured on, as the recipe says."""
-    context, tokens = context_of(model), recipe.generate
+    longest, tokens = context_of(model), recipe.generate
     prompts = []
     if tokens:
         given = recipe.prompts
-        prompts = read_prompts(given, tokenizer, tokens, context) if given else opening_prompts(text, tokens, context)
+        prompts = read_prompts(given, tokenizer, tokens, longest) if given else opening_prompts(text, tokens, longest)
     return Evaluator(
         text,
         tokenizer,
@@ -204,53 +186,25 @@ def make_evaluator(
         limits=drops_of(recipe.max_task_drop or [], {task.name: task.aliases for task in tasks}),
         prompts=prompts,
         tokens=tokens,
-        confidence=recipe.confidence,
-        batch_size=recipe.batch_size,
-        seed=recipe.seed,
-        cache=setting.cache,
-        progress=setting.progress,
+        context=context,
     )
 
 
-def measure_once(job: Job, text: Text) -> Profile:
-    """The profile on this text; blocks that were measured on it before come from the cache."""
-    return measure(
-        job.model,
-        text,
-        batch_size=job.recipe.batch_size,
-        seed=job.recipe.seed,
-        cache=job.cache,
-        key=job.key("profile", text),
-        progress=job.setting.progress,
-    )
-
-
-def predict_once(job: Job, measured: Profile) -> dict[int, Damage]:
-    """The predicted damage of every block's linear map, from the cache when it was computed before."""
-
-    def compute() -> dict[str, Tensor]:
-        found = predict(job.model, measured, job.text, job.setting.progress)
-        return {"damages": torch.tensor([[d.linear, d.factorised] for d in found.values()], dtype=torch.float64)}
-
-    key = {**job.key("damages", job.text), "gradients": GRADIENT_TOKENS}
-    rows = job.cache.get("gradients", key, compute)["damages"].tolist()
-    return {p.block.index: Damage(*row) for p, row in zip(measured.blocks, rows, strict=True)}
-
-
-def study_of(job: Job, measured: Profile, damages: Mapping[int, Damage], limit: float = SAFE_NATS) -> Study:
-    """Trials, probes and a second model, as the recipe wants them."""
+def study_blocks(job: Job, profile: Profile, damages: Mapping[int, Damage], limit: float = SAFE_NATS) -> Study:
+    """Trials, probes and a second model, as the recipe wants them, and the verdict on every block."""
     recipe = job.recipe
     wanted = Wanted(recipe.swap, recipe.swap_tokens, recipe.probe or (), recipe.probe_steps, job.other)
-    return study(
-        job.model,
-        measured,
-        damages,
-        job.text,
-        wanted,
-        key=job.key("probe", job.text),
-        limit=limit,
-        batch_size=recipe.batch_size,
-        seed=recipe.seed,
-        cache=job.cache,
-        progress=job.setting.progress,
-    )
+    return study(job.model, profile, damages, job.text, wanted, job.context, limit)
+
+
+def reserved_out(recipe: Recipe, context: RunContext) -> AbstractContextManager[Path]:
+    """The output directory, refused before any work or ours alone while the context is open."""
+    if recipe.out is None:
+        raise InputError("--out is missing: name the directory to write, such as --out ./smaller")
+    return reserved(recipe.out, recipe.overwrite, recipe.model, RECORD, context.progress.say)
+
+
+def require_room(job: Job, out: Path) -> None:
+    """The result is at most as large as its source; the figures and the page are small."""
+    weights = count_parameters(job.model) * source_of(job.model).dtype.itemsize
+    job.context.progress.say(require_disk("the result", weights + REPORT_BYTES, out, "name another --out"))

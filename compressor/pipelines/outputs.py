@@ -1,4 +1,4 @@
-"""Write everything a compressed checkpoint holds: whole or not at all."""
+"""Write everything a compressed checkpoint or a profile holds: whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from compressor.patch.verify import first_tokens, verify_written
 from compressor.pipelines.describe import describe_model
 from compressor.pipelines.describe_profile import tables_of
 from compressor.report.card import PICTURE, card
-from compressor.report.charting import charts_of
-from compressor.report.figures import draw
+from compressor.report.charts import charts_of, draw
 from compressor.report.page import page
+from compressor.report.record import ProfileSet, Record, SavedRecord
 from compressor.runtime import distributed
 from compressor.runtime.names import PROFILE, RECORD
 from compressor.runtime.outputs import finite, refusing_disk, reserved, whole_directory, write_json
@@ -29,21 +29,21 @@ def save(
     tokenizer: Any,
     out: str | Path,
     *,
-    report: dict[str, Any] | None = None,
+    record: Record | None = None,
     recipe: str | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Save a model (with the replacements that are in it) in its source's dtype, with its record and card."""
     progress = Progress()
     with reserved(out, overwrite, source_of(model).model, RECORD, progress.say) as target:
-        return write_result(model, tokenizer, target, report or describe_model(model), recipe, progress=progress)
+        return write_result(model, tokenizer, target, record or describe_model(model), recipe, progress=progress)
 
 
 def write_result(
     model: Any,
     tokenizer: Any,
     target: Path,
-    report: dict[str, Any],
+    record: Record | SavedRecord,
     recipe: str | None = None,
     *,
     tokens: Tensor | None = None,
@@ -56,34 +56,34 @@ def write_result(
         with quiet():
             write_checkpoint(model, tokenizer, partial, dtype=source_of(model).dtype)
         verify_written(partial, model, first_tokens(model) if tokens is None else tokens, progress)
-        write_json(partial / RECORD, report)
-        if "perplexity" in report:
-            write_report(partial, report)
-        content = card(report, picture=(partial / PICTURE).is_file())
+        write_json(partial / RECORD, record.to_json_value())
+        if isinstance(record, Record):
+            write_report(partial, record)
+        content = card(record, picture=(partial / PICTURE).is_file())
         (partial / "README.md").write_text(content, encoding="utf-8")
         if recipe is not None:
             (partial / "recipe.yaml").write_text(recipe, encoding="utf-8")
     return target
 
 
-def save_profile(report: dict[str, Any], target: Path) -> Path:
+def save_profile(record: Record | ProfileSet, target: Path) -> Path:
     """The report of a profile as a directory: the page, the figures, and the numbers as JSON and CSV."""
     if distributed.rank() > 0:
         return target
     with refusing_disk(target), whole_directory(target) as partial:
-        write_json(partial / PROFILE, report)
-        for name, rows in tables_of(report).items():
+        write_json(partial / PROFILE, record.to_json_value())
+        for name, rows in tables_of(record).items():
             write_csv(partial / f"{name}.csv", rows)
-        write_report(partial, report)
+        write_report(partial, record)
     return target
 
 
-def write_report(directory: Path, report: dict[str, Any]) -> None:
+def write_report(directory: Path, record: Record | ProfileSet) -> None:
     """The page, and its figures as files."""
-    (directory / "report.html").write_text(page(report), encoding="utf-8")
+    (directory / "report.html").write_text(page(record), encoding="utf-8")
     figures = directory / "figures"
     figures.mkdir()
-    for chart in charts_of(report):
+    for chart in charts_of(record):
         draw(chart, figures)
 
 

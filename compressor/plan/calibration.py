@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
+from torch import Tensor
 
-from compressor.evaluate.perplexity import evaluate, has_plain_head, logits_batch
-from compressor.models.residual import Stream
-from compressor.patch.tree import patched
-from compressor.plan.candidates import Survey
+from compressor.measure.swap import SingleBlockTrials
+from compressor.plan.candidates import BlockCandidates
 from compressor.plan.fit import Fitter
-from compressor.plan.frontier import Option
-from compressor.plan.moments_store import Statistics
-from compressor.runtime.cache import Cache
-from compressor.runtime.progress import Progress
-from compressor.text import Text
+from compressor.plan.frontier import Candidate
+from compressor.plan.moments_store import MomentsStore
+from compressor.runtime.cache import Tensors
 
 TOKENS = 4096
 LIMITS = (0.25, 4.0)  # how far a prediction is corrected
@@ -35,14 +31,14 @@ SPREAD = 0.05  # of the logarithm: how far blocks differ that are measured witho
 class Point:
     """One replacement in one block alone: predicted and measured nats per token, with the standard error."""
 
-    option: Option
+    candidate: Candidate
     predicted: float
     measured: float
     error: float
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Calibration:
     points: list[Point]
 
     @property
@@ -69,7 +65,7 @@ class Agreement:
         found = {}
         for point, log, mean, n in zip(self.points, logs, around, noise, strict=True):
             own = real / (real + n) if real + n > 0 else 1.0
-            found[point.option.index] = math.exp(own * log + (1 - own) * mean)
+            found[point.candidate.index] = math.exp(own * log + (1 - own) * mean)
         return found
 
 
@@ -87,47 +83,53 @@ def rank_correlation(first: list[float], second: list[float]) -> float:
     return float(torch.corrcoef(torch.stack(ranks))[0, 1])
 
 
-def typical(survey: Survey) -> Option:
+def typical(of_block: BlockCandidates) -> Candidate:
     """The half of the neurons, or the linear map."""
-    pruned = [o for o in survey.options if o.form.kind == "pruned"]
-    if survey.neurons is None or not pruned:
-        return next(o for o in survey.options if o.form.kind == "linear")
-    half = survey.neurons.count / 2
-    return min(pruned, key=lambda o: abs(o.form.neurons - half))
+    pruned = [o for o in of_block.candidates if o.shape.kind == "pruned"]
+    if of_block.neurons is None or not pruned:
+        return next(o for o in of_block.candidates if o.shape.kind == "linear")
+    half = of_block.neurons.count / 2
+    return min(pruned, key=lambda o: abs(o.shape.neurons - half))
 
 
-def measure_agreement(
-    statistics: Statistics, surveys: Mapping[int, Survey], fitter: Fitter, text: Text, cache: Cache, progress: Progress
-) -> Agreement:
+def calibrate(store: MomentsStore, candidates: Mapping[int, BlockCandidates], fitter: Fitter) -> Calibration:
     """Every block's typical replacement alone, on the first windows of the selection text."""
-    model: Any = statistics.model
+    text, context = store.text, store.context
     windows = text.selection.windows[: max(2, TOKENS // text.seq_len)]
-    options = {index: typical(survey) for index, survey in surveys.items()}
-    key = {**statistics.key(statistics.blocks[0]), "what": "agreement", "selection": text.selection.sha256}
-    size = logits_batch(model, text.seq_len, statistics.batch_size)
-    begun: list[tuple[Stream, bool, torch.Tensor]] = []  # the pass over the windows, when the first block needs it
+    chosen = {index: typical(of_block) for index, of_block in sorted(candidates.items())}
+    trials = SingleBlockTrials(store.model, store.blocks, windows, context)
+    before: list[Tensor] = []  # the windows' losses in the source, measured when the first block needs them
 
-    def begin() -> tuple[Stream, bool, torch.Tensor]:
-        if not begun:
-            plain = has_plain_head(model, windows)
-            before = evaluate(model, windows, batch_size=size, plain=plain).windows
-            begun.append((Stream(model, statistics.blocks, windows, size), plain, before))
-        return begun[0]
-
-    def measure(index: int, option: Option) -> dict[str, torch.Tensor]:
-        stream, plain, before = begin()
-        fits = fitter.at_once({index: option.form})
-        stream.advance(index)
-        with patched(model, statistics.blocks, fits):
-            rise = evaluate(model, windows, batch_size=size, plain=plain, start=stream).windows - before
+    def measure(index: int, candidate: Candidate) -> Tensors:
+        if not before:
+            before.append(trials.losses().windows)
+        module = fitter.at_once({index: candidate.shape})[index]
+        rise = trials.replaced(index, module).windows - before[0]
         return {"rise": torch.stack([rise.mean(), rise.std() / len(rise) ** 0.5])}
 
-    places = {i: {**key, "block": i, "form": str(option.form)} for i, option in sorted(options.items())}
-    if all(cache.has(place) for place in places.values()):
-        progress.say("agreement: measured before")
+    selection = text.selection.sha256
+    keys = {
+        index: store.key("agreement", store.blocks[index], selection=selection, shape=str(candidate.shape))
+        for index, candidate in chosen.items()
+    }
+    if all(store.cache.has(key) for key in keys.values()):
+        context.progress.say("agreement: measured before")
     points = []
-    for index, place in progress.track("agreement", places.items(), len(places)):
-        option = options[index]
-        measured, error = cache.get("", place, partial(measure, index, option))["rise"].tolist()
-        points.append(Point(option, option.damage, measured, error))
-    return Agreement(points)
+    for index, key in context.progress.track("agreement", keys.items(), len(keys)):
+        candidate = chosen[index]
+        measured, error = store.cache.get("", key, partial(measure, index, candidate))["rise"].tolist()
+        points.append(Point(candidate, candidate.damage, measured, error))
+    calibration = Calibration(points)
+    context.progress.say(
+        f"predicted against measured Δloss of {len(points)} blocks: rank correlation {calibration.correlation:.2f}"
+    )
+    return calibration
+
+
+def corrected(candidates: Mapping[int, BlockCandidates], calibration: Calibration) -> dict[int, list[Candidate]]:
+    """The candidates of every block, with their predictions corrected by what was measured."""
+    factors = calibration.factors()
+    return {
+        index: [replace(c, damage=factors[index] * c.damage) for c in of_block.candidates]
+        for index, of_block in candidates.items()
+    }

@@ -14,9 +14,9 @@ from compressor.measure.moments import ACCUMULATION_DTYPE, Moments
 from compressor.measure.regression import RankLadder, choose_ridge, decompose, reduce_rank
 from compressor.models.blocks import Block
 from compressor.models.neurons import Neurons
-from compressor.plan.frontier import Option, efficient, ladder_of
+from compressor.plan.frontier import Candidate, efficient, ladder_of
 from compressor.plan.selection import FREE, Elimination, Fitted, choose_strength, eliminate, refit, root_of, scale
-from compressor.plan.shapes import Form
+from compressor.plan.shapes import Shape
 from compressor.runtime.cache import Tensors
 
 KEPT = (0.97, 0.94, 0.91, 0.87, 0.83, 0.78, 0.71, 0.61, 0.5, 0.38, 0.25, 0.13, 0.05)  # of the neurons
@@ -26,14 +26,14 @@ PROBES = 3  # candidates of each kind whose damage is computed row by row; the o
 
 
 @dataclass(frozen=True)
-class Survey:
-    """One block: its neurons, the metric of its output, and its options. `moments` and `orders` give every fit."""
+class BlockCandidates:
+    """What one block could become: its candidates, and what their fits are made from beside its moments."""
 
     block: Block
     neurons: Neurons | None
     metric: Tensor
     damage: Damage  # of linear maps
-    options: list[Option]
+    candidates: list[Candidate]
     orders: tuple[Tensor, Tensor]  # neurons in the order of removal, without and with x beside them
     ridges: tuple[float, float]  # of a linear map, and of kept neurons
 
@@ -42,8 +42,9 @@ class Survey:
         """Parameters of one neuron."""
         return self.neurons.size if self.neurons else 0
 
-    def saved(self, form: Form) -> int:
-        return self.block.parameters - form.parameters(self.block.width, self.neuron)
+    def saved(self, shape: Shape) -> int:
+        """Parameters that go when the block takes this shape."""
+        return self.block.parameters - shape.parameters(self.block.width, self.neuron)
 
 
 def outer_of(block: Block, neurons: Neurons | None, device: torch.device) -> Tensor:
@@ -75,7 +76,7 @@ def fit_ladder(fit: Moments, held: Moments, metric: Tensor | None) -> RankLadder
     return reduce_rank(full, spectrum, metric)
 
 
-def survey(
+def survey_block(
     block: Block, neurons: Neurons | None, bias: Tensor, fit: Moments, held: Moments, gradients: Gradients
 ) -> Tensors:
     """Everything that planning needs of one block beside its moments, as tensors for the cache."""
@@ -100,11 +101,11 @@ def survey(
         typical = orders[0, neurons.count // 4 :].to(outer.device).sort().values
         ridges[1] = choose_strength(fit, held, outer, typical, 0, root)[0]
 
-        def probe(form: Form) -> float:
-            made = best_fit(fit, bias, outer, form, orders, root, (ridges[0], ridges[1]))
+        def probe(shape: Shape) -> float:
+            made = best_fit(fit, bias, outer, shape, orders, root, (ridges[0], ridges[1]))
             return damage_of(errors_of(made, neurons, gradients), gradients)
 
-        table += neuron_options(block, neurons, runs, probe)
+        table += neuron_candidates(block, neurons, runs, probe)
     scalars = [damage.linear, damage.factorised, *ridges]
     return {
         "metric": metric.cpu(),
@@ -120,40 +121,40 @@ def rounded(count: float, neurons: int) -> int:
     return round(count / step) * step
 
 
-def neuron_options(
-    block: Block, neurons: Neurons, runs: list[Elimination], probe: Callable[[Form], float]
+def neuron_candidates(
+    block: Block, neurons: Neurons, runs: list[Elimination], probe: Callable[[Shape], float]
 ) -> list[tuple[int, int, float]]:
-    """(rank, neurons, damage) of the efficient forms with neurons, those without a linear part and those with one."""
-    found: dict[Form, float] = {}
+    """(rank, neurons, damage) of the efficient shapes with neurons, those without a linear part and those with one."""
+    found: dict[Shape, float] = {}
     for run in runs:
         for mark in run.marks:
             free = int((mark.errors > mark.errors[-1] + FREE * run.total).sum())
             for rank in {round(share * block.width) for share in RANKS} | {free}:
                 if len(mark.kept) and 2 * rank < block.width:
-                    form = Form(rank, len(mark.kept))
-                    found[form] = min(found.get(form, math.inf), mark.errors[rank].item())
-    options = [
-        Option(block.index, form, block.parameters - form.parameters(block.width, neurons.size), error)
-        for form, error in found.items()
+                    shape = Shape(rank, len(mark.kept))
+                    found[shape] = min(found.get(shape, math.inf), mark.errors[rank].item())
+    candidates = [
+        Candidate(block.index, shape, block.parameters - shape.parameters(block.width, neurons.size), error)
+        for shape, error in found.items()
     ]
-    pruned = [option for option in options if option.form.rank == 0]
-    hybrid = [option for option in options if option.form.rank != 0]
+    pruned = [candidate for candidate in candidates if candidate.shape.rank == 0]
+    hybrid = [candidate for candidate in candidates if candidate.shape.rank != 0]
     return [row for some in (pruned, hybrid) for row in predicted(efficient(some), probe)]
 
 
-def predicted(front: list[Option], probe: Callable[[Form], float]) -> list[tuple[int, int, float]]:
-    """Damages from errors: a form's error in the metric is known exactly, its damage is computed for a few of them, and
-    their ratio lies in between for the others."""
-    front = sorted(front, key=lambda option: option.damage)
+def predicted(front: list[Candidate], probe: Callable[[Shape], float]) -> list[tuple[int, int, float]]:
+    """Damages from errors: a shape's error in the metric is known exactly, its damage is computed for a few of them,
+    and their ratio lies in between for the others."""
+    front = sorted(front, key=lambda candidate: candidate.damage)
     places = sorted({round(k * (len(front) - 1) / max(1, PROBES - 1)) for k in range(PROBES)}) if front else []
-    errors = [math.log(max(option.damage, 1e-300)) for option in front]
-    ratios = {k: math.log(max(probe(front[k].form), 1e-300)) - errors[k] for k in places}
+    errors = [math.log(max(candidate.damage, 1e-300)) for candidate in front]
+    ratios = {k: math.log(max(probe(front[k].shape), 1e-300)) - errors[k] for k in places}
     table = []
-    for k, option in enumerate(front):
+    for k, candidate in enumerate(front):
         low, high = max(p for p in places if p <= k), min(p for p in places if p >= k)
         share = (errors[k] - errors[low]) / max(errors[high] - errors[low], 1e-12)
         damage = math.exp(errors[k] + (1 - share) * ratios[low] + share * ratios[high])
-        table.append((option.form.rank or 0, option.form.neurons, damage))
+        table.append((candidate.shape.rank or 0, candidate.shape.neurons, damage))
     return table
 
 
@@ -161,26 +162,26 @@ def best_fit(
     moments: Moments,
     bias: Tensor,
     outer: Tensor,
-    form: Form,
+    shape: Shape,
     orders: Tensor | tuple[Tensor, Tensor],
     root: tuple[Tensor, Tensor],
     ridges: tuple[float, float],
     strength: tuple[float, float] | None = None,
 ) -> Fitted:
-    """The fit of one form. Neurons beside a low rank are those of the removal order that errs less."""
-    ridge, target = strength or (ridges[1 if form.neurons else 0], 0.0)
+    """The fit of one shape. Neurons beside a low rank are those of the removal order that errs less."""
+    ridge, target = strength or (ridges[1 if shape.neurons else 0], 0.0)
     fits = [
-        refit(moments, bias, outer, kept, form.rank, root, ridge, target)
-        for kept in kept_sets(form, orders, outer.device)
+        refit(moments, bias, outer, kept, shape.rank, root, ridge, target)
+        for kept in kept_sets(shape, orders, outer.device)
     ]
     return min(fits, key=lambda fitted: fitted.error)
 
 
-def kept_sets(form: Form, orders: Tensor | tuple[Tensor, Tensor], device: torch.device) -> list[Tensor]:
-    if form.neurons == 0:
+def kept_sets(shape: Shape, orders: Tensor | tuple[Tensor, Tensor], device: torch.device) -> list[Tensor]:
+    if shape.neurons == 0:
         return [torch.empty(0, dtype=torch.long, device=device)]
-    which = (0,) if form.rank == 0 else (1,) if form.rank is None else (0, 1)
-    return [orders[k][len(orders[k]) - form.neurons :].sort().values.to(device) for k in which]
+    which = (0,) if shape.rank == 0 else (1,) if shape.rank is None else (0, 1)
+    return [orders[k][len(orders[k]) - shape.neurons :].sort().values.to(device) for k in which]
 
 
 def errors_of(fitted: Fitted, neurons: Neurons, gradients: Gradients) -> Tensor:
@@ -203,18 +204,20 @@ def unpack_moments(kept: Tensors) -> Moments:
     return Moments(int(kept["rows"][0]), kept["rows"][1], kept["mean"], empty, kept["xx"], kept["xx"][:, :0], empty)
 
 
-def unpack(block: Block, neurons: Neurons | None, kept: Tensors) -> Survey:
+def unpack(block: Block, neurons: Neurons | None, kept: Tensors) -> BlockCandidates:
     linear, factorised, *ridges = kept["scalars"].tolist()
-    forms = [(Form(None if rank < 0 else int(rank), int(count)), cost) for rank, count, cost in kept["table"].tolist()]
+    shapes = [
+        (Shape(None if rank < 0 else int(rank), int(count)), cost) for rank, count, cost in kept["table"].tolist()
+    ]
     size = neurons.size if neurons else 0
-    return Survey(
+    return BlockCandidates(
         block=block,
         neurons=neurons,
         metric=kept["metric"],
         damage=Damage(by_rank=kept["by_rank"], linear=linear, factorised=factorised),
-        options=[
-            Option(block.index, form, block.parameters - form.parameters(block.width, size), cost)
-            for form, cost in forms
+        candidates=[
+            Candidate(block.index, shape, block.parameters - shape.parameters(block.width, size), cost)
+            for shape, cost in shapes
         ],
         orders=(kept["orders"][0], kept["orders"][1]),
         ridges=(ridges[0], ridges[1]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from compressor.plan.shapes import Form
+from compressor.plan.shapes import Shape
 
 LADDER = (0.45, 0.375, 0.3125, 0.25, 0.1875, 0.125, 0.09375, 0.0625, 0.03125, 0.015625)  # ranks per width
 MOST_TRIALS = 7
@@ -13,11 +13,11 @@ CLOSE_ENOUGH = 0.92  # of the budget
 
 
 @dataclass(frozen=True)
-class Option:
+class Candidate:
     """One candidate for one block."""
 
     index: int
-    form: Form
+    shape: Shape
     saved: int
     damage: float  # predicted nats per token
 
@@ -28,44 +28,48 @@ def ladder_of(width: int) -> list[int | None]:
     return [None, *(r for r in ranks if 2 * r < width), 0]
 
 
-def efficient(options: list[Option]) -> list[Option]:
+def efficient(candidates: list[Candidate]) -> list[Candidate]:
     """The lower convex hull of damage over parameters saved: what a price per nat could make one choose."""
-    hull: list[Option] = []
-    for option in sorted(options, key=lambda o: (o.saved, -o.damage)):
-        if option.saved <= 0:
+    hull: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda o: (o.saved, -o.damage)):
+        if candidate.saved <= 0:
             continue
-        while hull and (hull[-1].damage >= option.damage or not convex(hull, option)):
+        while hull and (hull[-1].damage >= candidate.damage or not convex(hull, candidate)):
             hull.pop()
-        hull.append(option)
+        hull.append(candidate)
     return hull
 
 
-def convex(hull: list[Option], option: Option) -> bool:
+def convex(hull: list[Candidate], candidate: Candidate) -> bool:
     saved, damage = (hull[-2].saved, hull[-2].damage) if len(hull) > 1 else (0, 0.0)
     last = hull[-1]
-    return (last.damage - damage) * (option.saved - last.saved) < (option.damage - last.damage) * (last.saved - saved)
+    return (last.damage - damage) * (candidate.saved - last.saved) < (candidate.damage - last.damage) * (
+        last.saved - saved
+    )
 
 
-def sequence(hulls: list[list[Option]]) -> list[tuple[dict[int, Form], float]]:
+def sequence(hulls: list[list[Candidate]]) -> list[tuple[dict[int, Shape], float]]:
     """Plans that contain each other, each one step of the best damage per parameter further, with predicted damage."""
-    steps: list[tuple[float, Option, float]] = []
+    steps: list[tuple[float, Candidate, float]] = []
     for hull in hulls:
         saved, damage = 0, 0.0
-        for option in hull:
-            steps.append(((option.damage - damage) / (option.saved - saved), option, option.damage - damage))
-            saved, damage = option.saved, option.damage
-    plans: list[tuple[dict[int, Form], float]] = []
-    forms: dict[int, Form] = {}
+        for candidate in hull:
+            steps.append(
+                ((candidate.damage - damage) / (candidate.saved - saved), candidate, candidate.damage - damage)
+            )
+            saved, damage = candidate.saved, candidate.damage
+    plans: list[tuple[dict[int, Shape], float]] = []
+    shapes: dict[int, Shape] = {}
     total = 0.0
-    for _, option, more in sorted(steps, key=lambda step: (step[0], step[1].index, step[1].saved)):
-        forms = forms | {option.index: option.form}
+    for _, candidate, more in sorted(steps, key=lambda step: (step[0], step[1].index, step[1].saved)):
+        shapes = shapes | {candidate.index: candidate.shape}
         total += more
-        plans.append((forms, total))
+        plans.append((shapes, total))
     return plans
 
 
 def bracket(
-    plans: list[tuple[dict[int, Form], float]], target: float, spend: Callable[[int], float], scale: float = 1.0
+    plans: list[tuple[dict[int, Shape], float]], target: float, spend: Callable[[int], float], scale: float = 1.0
 ) -> int | None:
     """The last plan of a growing sequence that spends at most 1, found by corrected prediction and bisection.
 

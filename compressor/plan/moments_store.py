@@ -6,7 +6,7 @@ closed-form solve with no new pass. They are kept on disk, so that only one bloc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,94 +14,56 @@ from torch import Tensor
 
 from compressor.measure.gradients import GRADIENT_TOKENS, Gradients, walk_gradients
 from compressor.measure.moments import ACCUMULATION_DTYPE, Moments
-from compressor.measure.profile import merge, moments_device, stream_weights
+from compressor.measure.profile import merge, moments_device, row_weights
 from compressor.models.blocks import Block, Rows, find_blocks, watch
 from compressor.models.neurons import Neurons, find_neurons
 from compressor.models.residual import Stream, calibration_streams, forget_streams
 from compressor.models.source import identify
-from compressor.plan.candidates import Survey, pack_moments, survey, unpack, unpack_moments
+from compressor.plan.candidates import BlockCandidates, pack_moments, survey_block, unpack, unpack_moments
 from compressor.runtime import distributed
-from compressor.runtime.cache import Cache, Tensors
+from compressor.runtime.cache import Cache, Tensors, cache_key
+from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.runtime.locks import scratch_directory
 from compressor.runtime.progress import Progress
 from compressor.runtime.resources import amount, available_memory, free_disk
 from compressor.text import Text
 
-VERSION = 3  # of what is kept
 WORKSPACES = 5  # matrices of the size of the moments that a block needs at once
 MEMORY_SHARE = 0.8
 
 
-class Statistics:
-    """The surveys of all blocks, and the moments that they were made from, by block."""
+class MomentsStore:
+    """The candidates of all blocks, and the moments that they are fitted on, by block. `open_store` makes one."""
 
-    def __init__(self, model: Any, text: Text, cache: Cache | None, batch_size: int, progress: Progress) -> None:
-        self.model, self.text, self.batch_size, self.progress = model, text, batch_size, progress
+    def __init__(
+        self, model: Any, text: Text, neurons: dict[int, Neurons | None], cache: Cache, context: RunContext
+    ) -> None:
+        self.model, self.text, self.neurons = model, text, neurons
+        self.cache, self.context, self.progress = cache, context, context.progress
         self.blocks = find_blocks(model)
-        found = {block.index: find_neurons(model, block) for block in self.blocks}
-        self.neurons = self.afford(found)
-        self.cache = cache if cache is not None and cache.directory is not None else self.scratch()
-        self.check_disk()
+        self.identity, self.text_sha256 = identify(model), text.calibration.sha256
 
-    def scratch(self) -> Cache:
-        return Cache(scratch_directory(self), Progress())
-
-    def bytes_of(self, index: int, neurons: Neurons | None) -> int:
-        width = self.blocks[index].width
-        return 8 * (width + (neurons.count if neurons else width)) ** 2
-
-    def disk_of(self, found: dict[int, Neurons | None]) -> int:
-        """Moments of every block, and for a while the rows of its gradients."""
-        rows = min(GRADIENT_TOKENS, self.text.held_out.numel())
-        return sum(self.bytes_of(i, neurons) + 12 * rows * self.blocks[i].width for i, neurons in found.items())
-
-    def afford(self, found: dict[int, Neurons | None]) -> dict[int, Neurons | None]:
-        """Say what memory and disk it takes. Blocks whose neurons are too many for the memory are only linear."""
-        free = distributed.agree(int(MEMORY_SHARE * available_memory()))  # all processes must come to the same plan
-        sizes = {index: self.bytes_of(index, neurons) for index, neurons in found.items()}
-        most = WORKSPACES * max(sizes.values())
-        self.progress.say(
-            f"statistics: {amount(self.disk_of(found))} on disk, {amount(most)} of memory at a time "
-            f"({amount(free)} can be had)"
+    def key(self, kind: str, block: Block, **more: Any) -> dict[str, Any]:
+        """All that a measurement of this block on the calibration windows depends on."""
+        return cache_key(
+            kind,
+            self.identity,
+            self.text_sha256,
+            seq_len=self.text.seq_len,
+            batch=self.context.batch_size,
+            gradients=GRADIENT_TOKENS,
+            block=block.path,
+            neurons=self.neurons[block.index] is not None,
+            **more,
         )
-        if most <= free:
-            return found
-        least = WORKSPACES * max(self.bytes_of(index, None) for index in found)
-        if least > free:
-            raise InputError(f"one block's statistics need {amount(least)} of memory, and {amount(free)} can be had")
-        self.progress.say("warning: memory is short, so no neurons are kept: only linear and low-rank replacements")
-        return dict.fromkeys(found)
 
-    def check_disk(self) -> None:
-        assert self.cache.directory is not None
-        needed = self.disk_of(self.neurons)
-        free = distributed.agree(free_disk(self.cache.directory))
-        if needed > free and not all(self.cache.has(self.key(block, "moments")) for block in self.blocks):
-            raise InputError(
-                f"the statistics need {amount(needed)} of disk, and {self.cache.directory} has {amount(free)}; "
-                "name another place with --cache DIR"
-            )
-
-    def key(self, block: Block, what: str = "survey") -> dict[str, Any]:
-        return {
-            **identify(self.model),
-            "what": what,
-            "version": VERSION,
-            "text": self.text.calibration.sha256,
-            "seq_len": self.text.seq_len,
-            "batch": self.batch_size,
-            "gradients": GRADIENT_TOKENS,
-            "block": block.path,
-            "neurons": self.neurons[block.index] is not None,
-        }
-
-    def surveys(self) -> dict[int, Survey]:
-        """Look at every block that was not looked at before; what is found of a block is kept at once."""
-        found: dict[int, Survey] = {}
+    def candidates(self) -> dict[int, BlockCandidates]:
+        """What every block could become. A block that was surveyed before comes from disk; others are kept at once."""
+        found: dict[int, BlockCandidates] = {}
         missing = []
         for block in self.blocks:
-            kept = self.cache.find(self.key(block)) if self.cache.has(self.key(block, "moments")) else None
+            kept = self.cache.find(self.key("survey", block)) if self.cache.has(self.key("moments", block)) else None
             if kept is None:
                 missing.append(block)
             else:
@@ -121,33 +83,35 @@ class Statistics:
         self.forget()
         return {block.index: found[block.index] for block in self.blocks}
 
-    def unpack(self, block: Block, kept: Tensors) -> Survey:
+    def unpack(self, block: Block, kept: Tensors) -> BlockCandidates:
         return unpack(block, self.neurons[block.index], kept)
 
     def find_gradients(self, blocks: list[Block]) -> None:
         """Have the loss gradients of these blocks on disk; one backward pass gives those of all blocks."""
-        if all(self.cache.has(self.key(block, "gradients")) for block in blocks):
+        if all(self.cache.has(self.key("gradients", block)) for block in blocks):
             return
         wanted = {block.index for block in blocks}
 
         def see(block: Block, rows: Gradients) -> None:
             if block.index in wanted:
                 columns = {"x": rows.x.cpu(), "y": rows.y.cpu(), "g": rows.g.cpu()}
-                self.cache.keep(self.key(block, "gradients"), columns, needed=True)
+                self.cache.keep(self.key("gradients", block), columns, needed=True)
 
         walk_gradients(self.model, self.blocks, self.text.held_out, see, self.progress)
 
     def streams(self, first: Block) -> list[Stream]:
         """The fitting and the held-out windows, at this block's layer or before it."""
-        key = self.key(self.blocks[0], "stream")
-        return calibration_streams(self.model, self.blocks, self.text, self.batch_size, self.cache, key, first.index)
+        key = self.key("stream", self.blocks[0])
+        return calibration_streams(
+            self.model, self.blocks, self.text, self.context.batch_size, self.cache, key, first.index
+        )
 
     def forget(self) -> None:
         """Drop what only an unfinished survey needs."""
-        forget_streams(self.cache, self.key(self.blocks[0], "stream"))
+        forget_streams(self.cache, self.key("stream", self.blocks[0]))
         if distributed.rank() == 0:
             for block in self.blocks:
-                self.cache.drop(self.key(block, "gradients"))
+                self.cache.drop(self.key("gradients", block))
 
     def look(self, group: Sequence[Block], streams: list[Stream]) -> list[Tensors]:
         """Run the calibration text through the layers of these blocks and survey them, a block by each process."""
@@ -166,20 +130,20 @@ class Statistics:
         if mine:
             block = group[distributed.rank()]
             neurons, gone = self.neurons[block.index], Gradients(**{name: t.to(device) for name, t in rows.items()})
-            found = survey(block, neurons, own_bias(block, neurons, device), mine[0], mine[1], gone)
+            found = survey_block(block, neurons, own_bias(block, neurons, device), mine[0], mine[1], gone)
             moments = pack_moments(mine[0])
         kept = []
         for owner, block in enumerate(group):
             # The moments first: a survey on disk says that they are there too.
-            self.cache.keep(self.key(block, "moments"), distributed.broadcast(moments, owner), needed=True)
+            self.cache.keep(self.key("moments", block), distributed.broadcast(moments, owner), needed=True)
             kept.append(distributed.broadcast(found, owner))
-            self.cache.keep(self.key(block), kept[-1])
+            self.cache.keep(self.key("survey", block), kept[-1])
         return kept
 
     def gradients_of(self, block: Block) -> Tensors:
         """The rows of a block's gradients. Another run that shares the cache may have dropped them."""
         for _ in range(2):
-            kept = self.cache.find(self.key(block, "gradients"))
+            kept = self.cache.find(self.key("gradients", block))
             if kept is not None:
                 return kept
             self.find_gradients([b for b in self.blocks if b.index >= block.index])
@@ -188,13 +152,66 @@ class Statistics:
     def moments(self, index: int) -> Moments:
         """The moments of z that the block's replacements are fitted on."""
         block = self.blocks[index]
-        kept = self.cache.find(self.key(block, "moments"))
+        kept = self.cache.find(self.key("moments", block))
         if kept is None:  # lost since
             self.look([block], self.streams(block))
-            kept = self.cache.find(self.key(block, "moments"))
+            kept = self.cache.find(self.key("moments", block))
             if kept is None:
                 raise InputError(f"the cache {self.cache.directory} cannot keep what is measured; see the warnings")
         return unpack_moments(kept)
+
+
+def open_store(model: Any, text: Text, context: RunContext) -> MomentsStore:
+    """A store for this model and text, on the run's cache or in a directory that goes with it; refused when memory or
+    disk cannot hold it."""
+    neurons = afford_neurons(model, text, context.progress)
+    cache = context.cache
+    store = MomentsStore(model, text, neurons, cache, context)
+    if cache.directory is None:
+        store.cache = Cache(scratch_directory(store), Progress())
+    refuse_short_disk(store)
+    return store
+
+
+def moment_bytes(block: Block, neurons: Neurons | None) -> int:
+    """The size of one block's moments of [x, a]."""
+    return 8 * (block.width + (neurons.count if neurons else block.width)) ** 2
+
+
+def disk_bytes(blocks: Sequence[Block], neurons: Mapping[int, Neurons | None], text: Text) -> int:
+    """Moments of every block, and for a while the rows of its gradients."""
+    rows = min(GRADIENT_TOKENS, text.held_out.numel())
+    return sum(moment_bytes(block, neurons[block.index]) + 12 * rows * block.width for block in blocks)
+
+
+def afford_neurons(model: Any, text: Text, progress: Progress) -> dict[int, Neurons | None]:
+    """The neurons of every block. Say what memory and disk they take; where memory is short, blocks are linear."""
+    blocks = find_blocks(model)
+    neurons = {block.index: find_neurons(model, block) for block in blocks}
+    free = distributed.agree(int(MEMORY_SHARE * available_memory()))  # all processes must come to the same plan
+    most = WORKSPACES * max(moment_bytes(block, neurons[block.index]) for block in blocks)
+    progress.say(
+        f"statistics: {amount(disk_bytes(blocks, neurons, text))} on disk, {amount(most)} of memory at a time "
+        f"({amount(free)} can be had)"
+    )
+    if most <= free:
+        return neurons
+    least = WORKSPACES * max(moment_bytes(block, None) for block in blocks)
+    if least > free:
+        raise InputError(f"one block's statistics need {amount(least)} of memory, and {amount(free)} can be had")
+    progress.say("warning: memory is short, so no neurons are kept: only linear and low-rank replacements")
+    return dict.fromkeys(neurons)
+
+
+def refuse_short_disk(store: MomentsStore) -> None:
+    assert store.cache.directory is not None
+    needed = disk_bytes(store.blocks, store.neurons, store.text)
+    free = distributed.agree(free_disk(store.cache.directory))
+    if needed > free and not all(store.cache.has(store.key("moments", block)) for block in store.blocks):
+        raise InputError(
+            f"the statistics need {amount(needed)} of disk, and {store.cache.directory} has {amount(free)}; "
+            "name another place with --cache DIR"
+        )
 
 
 def own_bias(block: Block, neurons: Neurons | None, device: torch.device) -> Tensor:
@@ -227,7 +244,7 @@ def collect(
     def add(_: Block, rows: Rows) -> None:
         x, a = rows.x.to(device, ACCUMULATION_DTYPE), rows.a.to(device, ACCUMULATION_DTYPE)
         missing = (next(turns).to(device).reshape(rows.h.shape) - rows.h.to(device)) / gain if wanted else x[:, :0]
-        moments.add(Moments.of(torch.cat([x, a], dim=1), missing, stream_weights(rows.h).to(device), whole_yy=False))
+        moments.add(Moments.of(torch.cat([x, a], dim=1), missing, row_weights(rows.h).to(device), whole_yy=False))
 
     with watch(model, [block], add, {block.index: neurons.outer_path} if neurons else None):
         if owner is None:

@@ -8,23 +8,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from compressor.evaluate.budget import Budget, budgets_of
-from compressor.evaluate.perplexity import Evaluation, Losses
+from compressor.evaluate.budget import Limits, budgets_of, label, limits_of
+from compressor.evaluate.perplexity import PerplexityChange, evaluate
 from compressor.measure.gradients import Damage
 from compressor.measure.profile import Profile
-from compressor.measure.verdicts import Verdict, judge
+from compressor.measure.verdicts import Verdict, judge_all
 from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import find_blocks
 from compressor.patch.tree import patch
-from compressor.plan.calibration import Agreement
+from compressor.plan.calibration import Calibration, calibrate, corrected
 from compressor.plan.fit import Fitter
-from compressor.plan.frontier import CLOSE_ENOUGH, Option, bracket, efficient, sequence
-from compressor.plan.moments_store import Statistics
-from compressor.plan.shapes import Form, Forms, name_all
-from compressor.plan.trials import Bench, Trial, label
-from compressor.runtime.cache import Cache
+from compressor.plan.frontier import CLOSE_ENOUGH, Candidate, bracket, efficient, sequence
+from compressor.plan.moments_store import open_store
+from compressor.plan.shapes import Shape, Shapes, list_shapes
+from compressor.plan.trials import Trial, TrialRunner
+from compressor.runtime.context import RunContext
 from compressor.runtime.errors import BudgetError, InputError
-from compressor.runtime.progress import Progress
 from compressor.text import Text
 
 MOST_FILLS = 4
@@ -36,66 +35,71 @@ USUAL_GAIN = 0.85  # what compensation leaves of a plan's cost, until it was mea
 class Plan:
     """What to put where, why, and what it measured on the selection text. `fits` are the modules themselves."""
 
-    forms: dict[int, Form]
+    shapes: dict[int, Shape]
     compensated: bool
     predicted: float  # nats per token
-    verdicts: dict[int, Verdict]
-    damages: dict[int, Damage]
-    agreement: Agreement
-    selection: dict[str, Evaluation]
+    calibration: Calibration
+    selection: dict[str, PerplexityChange]
     trials: list[Trial]
     fits: dict[int, Replacement]
 
 
+@dataclass(frozen=True)
+class Ground:
+    """What every search on a model and a text stands on, whatever its budget: candidates with corrected predictions,
+    how well predictions hold, and the runner that tries plans."""
+
+    candidates: dict[int, list[Candidate]]
+    damages: dict[int, Damage]  # of every block's linear map
+    calibration: Calibration
+    runner: TrialRunner
+
+
+def prepare_search(model: Any, text: Text, context: RunContext) -> Ground:
+    """Survey the candidates of every block, then check and correct their predictions by trials of single blocks."""
+    store = open_store(model, text, context)
+    candidates = store.candidates()
+    fitter = Fitter(store, candidates)
+    calibration = calibrate(store, candidates, fitter)
+    damages = {index: of_block.damage for index, of_block in candidates.items()}
+    runner = TrialRunner(store, candidates, fitter)
+    return Ground(corrected(candidates, calibration), damages, calibration, runner)
+
+
 class Planner:
-    """Search for the plan that saves most within a budget; another search on the same bench reuses its trials."""
+    """Search for the plan that saves most within the limits; another search on the same ground reuses its trials."""
 
     def __init__(
         self,
-        bench: Bench,
-        profile: Profile,
-        budgets: Mapping[str, Budget],
+        ground: Ground,
+        limits: Limits,
+        verdicts: Mapping[int, Verdict],
         *,
-        verified: Losses | None = None,
         objective: str = "speed",
         compensate: bool = True,
     ) -> None:
-        self.bench, self.budgets, self.objective, self.compensate = bench, budgets, objective, compensate
-        self.profile = profile
-        self.model, self.text, self.progress = bench.model, bench.text, bench.progress
-        self.blocks, self.damages = bench.blocks, bench.damages
-        self.confidence = next(iter(budgets.values())).confidence
-        self.verified = verified or bench.losses(self.text.verification.windows, "verify")
-        parts = self.text.parts("verification")
-        baselines = {name: self.verified.part(part).perplexity for name, part in parts.items()}
-        self.allowed = {name: budgets[name].dppl(baseline) for name, baseline in baselines.items()}
-        # Perplexities of two texts differ; what a budget means on one is carried to the other in nats per token.
-        self.limits = {name: math.log1p(self.allowed[name] / baseline) for name, baseline in baselines.items()}
-        self.limit = min(self.limits.values())
-        self.verdicts = {p.block.index: judge(p, self.damages[p.block.index], self.limit) for p in profile.blocks}
+        self.ground, self.limits, self.verdicts = ground, limits, verdicts
+        self.objective, self.compensate = objective, compensate
+        self.runner = ground.runner
+        self.model, self.blocks = self.runner.model, self.runner.blocks
+        self.text, self.progress = self.runner.text, self.runner.context.progress
         self.gain = USUAL_GAIN if compensate else 1.0
         self.scale = 1.0  # measured over predicted, of the last plan tried
-        self.banned: set[Form] = set()
-        self.lay_out()
+        self.banned: set[Shape] = set()
 
-    def with_budgets(self, budgets: Mapping[str, Budget]) -> Planner:
-        """A planner for another budget on the same bench."""
-        how: dict[str, Any] = {"objective": self.objective, "compensate": self.compensate}
-        return Planner(self.bench, self.profile, budgets, verified=self.verified, **how)
+    @property
+    def rows(self) -> list[list[Candidate]]:
+        """The candidates of every block that may be touched, block by block."""
+        usable = [row for index, row in self.ground.candidates.items() if self.verdicts[index].word != "unsafe"]
+        rows = [[c for c in row if c.saved > 0 and c.shape not in self.banned] for row in usable]
+        return [row for row in rows if row]
 
-    def adopt(self, verdicts: Mapping[int, Verdict]) -> None:
-        """Take verdicts that know more than predictions do: those of blocks that were replaced on trial."""
-        self.verdicts = dict(verdicts)
-        self.lay_out()
-
-    def lay_out(self) -> None:
-        """The options of every block that may be touched, and the plans from the smallest to the largest."""
-        usable = {i: row for i, row in self.bench.options.items() if self.verdicts[i].word != "unsafe"}
-        allowed = [[o for o in row if o.saved > 0 and o.form not in self.banned] for row in usable.values()]
-        rows = [[o for o in row if o.damage <= 4 * self.limit] for row in allowed]
-        self.options = [row for row in rows if row]
-        self.plans = sequence([efficient(row) for row in self.options])
-        self.singles = sorted((min(row, key=lambda o: o.damage) for row in allowed if row), key=lambda o: o.damage)
+    @property
+    def affordable(self) -> list[list[Candidate]]:
+        """Those whose predicted damage is not far beyond the budget."""
+        most = 4 * self.limits.smallest
+        rows = [[c for c in row if c.damage <= most] for row in self.rows]
+        return [row for row in rows if row]
 
     def spend(self, trial: Trial, tighten: float) -> float:
         """The share of the budget used, of the text that uses most.
@@ -104,11 +108,11 @@ class Planner:
         """
         widths = self.text.selection.tokens / self.text.verification.tokens
         shares = []
-        for name, found in trial.evaluations.items():
-            nats = math.log1p(found.delta / found.baseline)
-            if self.confidence > 0:
-                nats += math.log1p(max(0.0, found.upper - found.delta) / found.compressed) * widths**0.5
-            shares.append(nats / (self.limits[name] * tighten))
+        for name, change in trial.changes.items():
+            nats = math.log1p(change.delta / change.baseline)
+            if self.limits.confidence > 0:
+                nats += math.log1p(max(0.0, change.upper - change.delta) / change.compressed) * widths**0.5
+            shares.append(nats / (self.limits.nats[name] * tighten))
         return max(shares)
 
     def search(self, tighten: float = 1.0, ceiling: float = math.inf) -> Plan:
@@ -126,12 +130,12 @@ class Planner:
             found = self.nearest(tighten, ceiling)
             if found is None:
                 break
-            forms, predicted = found
-            plain = self.bench.attempt(forms, predicted)
+            shapes, predicted = found
+            plain = self.runner.attempt(shapes, predicted)
             if not self.compensate:
                 fitting += [plain] if self.spend(plain, tighten) <= 1 else []
                 break
-            trial = self.bench.attempt(forms, predicted, compensated=True)
+            trial = self.runner.attempt(shapes, predicted, compensated=True)
             used, without = self.spend(trial, tighten), self.spend(plain, tighten)
             fitting += [t for t in (trial, plain) if self.spend(t, tighten) <= 1]
             gain = min(max(used / without, 0.5), 1.0) if without > 0 else self.gain
@@ -140,8 +144,9 @@ class Planner:
             if settled:
                 break
         if not fitting:
-            for option in [o for o in self.singles if o.damage < ceiling][:3]:
-                trial = self.bench.attempt({option.index: option.form}, option.damage)
+            cheapest = sorted((min(row, key=lambda c: c.damage) for row in self.rows), key=lambda c: c.damage)
+            for single in [c for c in cheapest if c.damage < ceiling][:3]:
+                trial = self.runner.attempt({single.index: single.shape}, single.damage)
                 if self.spend(trial, tighten) <= 1:
                     fitting.append(trial)
                     break
@@ -149,109 +154,97 @@ class Planner:
             raise BudgetError(self.explain_failure())
         return max(fitting, key=lambda t: (t.saved, -self.spend(t, tighten)))
 
-    def nearest(self, tighten: float, ceiling: float) -> tuple[Forms, float] | None:
-        """The largest plan that is expected to fit, without forms that are slower than what they replace."""
+    def nearest(self, tighten: float, ceiling: float) -> tuple[Shapes, float] | None:
+        """The largest plan that is expected to fit, without shapes that are slower than what they replace."""
         while True:
-            plans = [plan for plan in self.plans if plan[1] < ceiling]
+            plans = [plan for plan in sequence([efficient(row) for row in self.affordable]) if plan[1] < ceiling]
             costs = partial(self.cost_of, plans, tighten)
-            best = bracket(plans, self.limit * tighten / self.gain, costs, self.scale)
+            best = bracket(plans, self.limits.smallest * tighten / self.gain, costs, self.scale)
             if best is None:
                 return None
-            forms, predicted = self.fill(*plans[best], tighten, ceiling)
-            slow = self.slow_forms(forms) if self.objective == "speed" else set()
+            shapes, predicted = self.fill(*plans[best], tighten, ceiling)
+            slow = self.slow_shapes(shapes) if self.objective == "speed" else set()
             if not slow:
-                return forms, predicted
+                return shapes, predicted
             self.progress.say(f"  smaller but slower, so not chosen: {', '.join(sorted(map(str, slow)))}")
             self.banned |= slow
-            self.lay_out()
 
-    def cost_of(self, plans: list[tuple[dict[int, Form], float]], tighten: float, which: int) -> float:
+    def cost_of(self, plans: list[tuple[dict[int, Shape], float]], tighten: float, which: int) -> float:
         return self.cost(*plans[which], tighten)
 
-    def cost(self, forms: Forms, predicted: float, tighten: float) -> float:
+    def cost(self, shapes: Shapes, predicted: float, tighten: float) -> float:
         """What a plan is expected to spend once it is compensated."""
-        spent = self.spend(self.bench.attempt(forms, predicted), tighten)
-        self.scale = min(max(spent * self.limit * tighten / predicted, 0.2), 20.0) if predicted else 1.0
+        spent = self.spend(self.runner.attempt(shapes, predicted), tighten)
+        self.scale = min(max(spent * self.limits.smallest * tighten / predicted, 0.2), 20.0) if predicted else 1.0
         return self.gain * spent
 
-    def fill(self, forms: Forms, predicted: float, tighten: float, ceiling: float) -> tuple[Forms, float]:
+    def fill(self, shapes: Shapes, predicted: float, tighten: float, ceiling: float) -> tuple[Shapes, float]:
         """Spend what a plan leaves over: go further in the block that saves most and is predicted to fit."""
-        target = self.limit * tighten
-        refused: dict[int, int] = {}  # block → parameters saved by an option that did not fit
+        target = self.limits.smallest * tighten
+        refused: dict[int, int] = {}  # block → parameters saved by an candidate that did not fit
         for _ in range(MOST_FILLS):
-            used = self.cost(forms, predicted, tighten)
+            used = self.cost(shapes, predicted, tighten)
             if used >= CLOSE_ENOUGH:
                 break
             left = min((1 - used) * target / max(1.0, used * target / predicted), ceiling - predicted)
             moves = []
-            for row in self.options:
-                nothing = Option(row[0].index, Form(), 0, 0.0)
-                now = next((o for o in row if forms.get(o.index) == o.form), nothing)
+            for row in self.affordable:
+                nothing = Candidate(row[0].index, Shape(), 0, 0.0)
+                now = next((o for o in row if shapes.get(o.index) == o.shape), nothing)
                 most = refused.get(now.index, math.inf)
                 further = [o for o in row if now.saved < o.saved < most and o.damage - now.damage <= left]
                 moves += [(o.saved - now.saved, o, o.damage - now.damage) for o in further]
             if not moves:
                 break
-            _, option, more = max(moves, key=lambda move: (move[0], -move[1].index))
-            larger = {**forms, option.index: option.form}
+            _, candidate, more = max(moves, key=lambda move: (move[0], -move[1].index))
+            larger = {**shapes, candidate.index: candidate.shape}
             if self.cost(larger, predicted + more, tighten) <= 1:
-                forms, predicted = larger, predicted + more
+                shapes, predicted = larger, predicted + more
             else:
-                refused[option.index] = option.saved
-        return forms, predicted
+                refused[candidate.index] = candidate.saved
+        return shapes, predicted
 
-    def slow_forms(self, forms: Forms) -> set[Form]:
-        """Forms that run slower than the block they would replace. Fewer neurons alone never do."""
-        timed = {index: form for index, form in forms.items() if form.rank != 0}
-        return {form for index, form in timed.items() if self.bench.is_slower(form, index, forms)}
-
-    def verify(self, plan: Plan) -> Losses:
-        """The plan's losses on the verification text, which no search has seen."""
-        return self.bench.measure(plan.forms, plan.compensated, self.text.verification, "verify")
+    def slow_shapes(self, shapes: Shapes) -> set[Shape]:
+        """Shapes that run slower than the block they would replace. Fewer neurons alone never do."""
+        timed = {index: shape for index, shape in shapes.items() if shape.rank != 0}
+        return {shape for index, shape in timed.items() if self.runner.is_slower(shape, index, shapes)}
 
     def without(self, plan: Plan, index: int) -> Plan | None:
-        """The plan with one block restored and the rest fitted again; a block that stands alone gets a milder form."""
-        damages = {o.index: o.damage for row in self.options for o in row if plan.forms.get(o.index) == o.form}
-        forms = {i: form for i, form in plan.forms.items() if i != index}
+        """The plan with one block restored and the rest fitted again; a block that stands alone gets a milder shape."""
+        damages = {o.index: o.damage for row in self.affordable for o in row if plan.shapes.get(o.index) == o.shape}
+        shapes = {i: shape for i, shape in plan.shapes.items() if i != index}
         predicted = max(0.0, plan.predicted - damages.get(index, 0.0))
-        if not forms:
-            milder = [o for row in self.options for o in row if o.index == index and o.damage < 0.8 * plan.predicted]
+        if not shapes:
+            milder = [o for row in self.affordable for o in row if o.index == index and o.damage < 0.8 * plan.predicted]
             if not milder:
                 return None
-            option = max(milder, key=lambda o: o.saved)
-            forms, predicted = {index: option.form}, option.damage
-        return self.plan_of(self.bench.attempt(forms, predicted, compensated=plan.compensated))
+            candidate = max(milder, key=lambda o: o.saved)
+            shapes, predicted = {index: candidate.shape}, candidate.damage
+        return self.plan_of(self.runner.attempt(shapes, predicted, compensated=plan.compensated))
 
     def plan_of(self, trial: Trial) -> Plan:
         return Plan(
-            forms=trial.forms,
+            shapes=trial.shapes,
             compensated=trial.compensated,
             predicted=trial.predicted,
-            verdicts=self.verdicts,
-            damages=self.damages,
-            agreement=self.bench.agreement,
-            selection=trial.evaluations,
-            trials=self.bench.trials(),
-            fits=self.bench.fits(trial.forms, trial.compensated),
+            calibration=self.ground.calibration,
+            selection=trial.changes,
+            trials=self.runner.trials(),
+            fits=self.runner.fits(trial.shapes, trial.compensated),
         )
 
     def explain_failure(self) -> str:
-        asked = ask_all(self.budgets)
-        if not self.bench.tried:
-            return f"no replacement fits the budget {asked}: every block is unsafe to touch; nothing written"
-        nearest = min(self.bench.trials(), key=lambda trial: self.spend(trial, 1.0))
-        shares = {name: e.upper / self.allowed[name] for name, e in nearest.evaluations.items()}
+        if not self.runner.tried:
+            return f"no replacement fits the budget {self.limits}: every block is unsafe to touch; nothing written"
+        nearest = min(self.runner.trials(), key=lambda trial: self.spend(trial, 1.0))
+        shares = {name: change.upper / self.limits.allowed[name] for name, change in nearest.changes.items()}
         name = max(shares, key=lambda name: shares[name])
-        found = nearest.evaluations[name]
+        change = nearest.changes[name]
         return (
-            f"no replacement fits the budget {asked}: closest was block {name_all(nearest.forms)} with "
-            f"{label(name)}ΔPPL {found.delta:+.3f} (upper end {found.upper:+.3f}) on the selection text, windows of "
-            f"{found.seq_len} tokens; nothing written"
+            f"no replacement fits the budget {self.limits}: closest was block {list_shapes(nearest.shapes)} with "
+            f"{label(name)}ΔPPL {change.delta:+.3f} (upper end {change.upper:+.3f}) on the selection text, windows of "
+            f"{change.seq_len} tokens; nothing written"
         )
-
-
-def ask_all(budgets: Mapping[str, Budget]) -> str:
-    return ", ".join(f"{label(name)}{budget}" for name, budget in budgets.items())
 
 
 def plan(
@@ -260,58 +253,43 @@ def plan(
     text: Text,
     *,
     max_dppl: str | float | Mapping[str, str | float],
-    confidence: float = 0.95,
     objective: str = "speed",
-    batch_size: int = 8,
-    seed: int = 0,
-    cache: Cache | None = None,
-    progress: Progress | None = None,
+    context: RunContext | None = None,
 ) -> Plan:
     """Search for the largest plan inside the budget. The model is left as it was; BudgetError when nothing fits."""
+    context = context or RunContext()
     words = [f"{k}={v}" for k, v in max_dppl.items()] if isinstance(max_dppl, Mapping) else [str(max_dppl)]
-    budgets = budgets_of(words, text.counts, confidence)
-    bench = Bench(model, text, confidence=confidence, batch_size=batch_size, seed=seed, cache=cache, progress=progress)
-    return Planner(bench, profile, budgets, objective=objective).search()
+    budgets = budgets_of(words, text.counts, context.confidence)
+    losses = evaluate(model, text.verification.windows, context, step="verify")
+    parts = text.parts("verification")
+    limits = limits_of(budgets, {name: losses.part(part).perplexity for name, part in parts.items()})
+    ground = prepare_search(model, text, context)
+    verdicts = judge_all(profile, ground.damages, limits.smallest, {})
+    return Planner(ground, limits, verdicts, objective=objective).search()
 
 
-def fit_forms(
-    model: Any,
-    forms: Forms,
-    text: Text,
-    *,
-    compensated: bool = True,
-    batch_size: int = 8,
-    cache: Cache | None = None,
-    progress: Progress | None = None,
+def fit_shapes(
+    model: Any, shapes: Shapes, text: Text, context: RunContext, *, compensated: bool = True
 ) -> dict[int, Replacement]:
-    """The replacements that a search would fit for these forms; the model is left as it was."""
+    """The replacements that a search would fit for these shapes; the model is left as it was."""
     blocks = find_blocks(model)
-    for index in forms:
+    for index in shapes:
         if not 0 <= index < len(blocks):
             raise InputError(f"the plan replaces block {index}, but the model has blocks 0 to {len(blocks) - 1}")
-    statistics = Statistics(model, text, cache, batch_size, progress or Progress())
-    for index, form in forms.items():
-        width, neurons = blocks[index].width, statistics.neurons[index]
-        if form.rank is not None and form.rank > width:
-            raise InputError(f"the plan wants rank {form.rank} in block {index}, whose width is {width}")
-        if form.neurons > (neurons.count if neurons else 0):
+    store = open_store(model, text, context)
+    for index, shape in shapes.items():
+        width, neurons = blocks[index].width, store.neurons[index]
+        if shape.rank is not None and shape.rank > width:
+            raise InputError(f"the plan wants rank {shape.rank} in block {index}, whose width is {width}")
+        if shape.neurons > (neurons.count if neurons else 0):
             known = f"{neurons.count} neurons" if neurons else "no neurons that are known"
-            raise InputError(f"the plan keeps {form.neurons} neurons in block {index}, which has {known}")
-    fitter = Fitter(statistics, statistics.surveys())
-    return fitter.in_order(forms) if compensated else fitter.at_once(forms)
+            raise InputError(f"the plan keeps {shape.neurons} neurons in block {index}, which has {known}")
+    fitter = Fitter(store, store.candidates())
+    return fitter.in_order(shapes) if compensated else fitter.at_once(shapes)
 
 
-def apply(
-    model: Any,
-    plan: Plan | Forms,
-    text: Text,
-    *,
-    batch_size: int = 8,
-    cache: Cache | None = None,
-    progress: Progress | None = None,
-) -> Any:
-    """Put the replacements of a plan into the model, for good. Given forms alone, they are fitted first."""
-    options: dict[str, Any] = {"batch_size": batch_size, "cache": cache, "progress": progress}
-    fits = plan.fits if isinstance(plan, Plan) else fit_forms(model, plan, text, **options)
+def apply(model: Any, plan: Plan | Shapes, text: Text, context: RunContext | None = None) -> Any:
+    """Put the replacements of a plan into the model, for good. Given shapes alone, they are fitted first."""
+    fits = plan.fits if isinstance(plan, Plan) else fit_shapes(model, plan, text, context or RunContext())
     patch(model, find_blocks(model), fits)
     return model

@@ -1,4 +1,4 @@
-"""The form of a replacement: how many ranks of its input it sees linearly, and how many neurons it keeps."""
+"""The shape of a replacement: how many ranks of its input it sees linearly, and how many neurons it keeps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Form:
+class Shape:
     """A rank of None is a dense linear map, 0 none at all; without rank and neurons the bias is left."""
 
     rank: int | None = None
@@ -32,8 +32,9 @@ class Form:
         return " + ".join(part for part in (neurons, linear) if part) or "bias"
 
 
-Forms = Mapping[int, Form]  # block index → what stands there
+Shapes = Mapping[int, Shape]  # block index → what stands there
 
 
-def name_all(forms: Forms) -> str:
-    return ", ".join(f"{index} ({form})" for index, form in sorted(forms.items()))
+def list_shapes(shapes: Shapes) -> str:
+    """Every block of a plan with what stands there, in a line."""
+    return ", ".join(f"{index} ({shape})" for index, shape in sorted(shapes.items()))

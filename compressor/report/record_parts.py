@@ -19,6 +19,10 @@ class Part(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, protected_namespaces=())
 
+    def to_json_value(self) -> dict[str, Any]:
+        """The part as plain values, with the fields that were set."""
+        return self.model_dump(exclude_unset=True)
+
 
 class Tool(Part):
     name: str = "compressor"

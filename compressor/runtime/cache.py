@@ -21,6 +21,7 @@ from compressor.runtime.outputs import sync
 from compressor.runtime.progress import Progress
 
 Tensors = dict[str, Tensor]
+KEY_VERSION = 4  # of what is kept under a key
 PARTIAL = ".partial-"  # an entry that is being written
 
 
@@ -30,6 +31,11 @@ def default_directory() -> Path:
     if named:
         return Path(named).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compressor"
+
+
+def cache_key(kind: str, model: Mapping[str, Any], text: str, **more: Any) -> dict[str, Any]:
+    """What a measurement depends on: its kind, the identity of the model, the hash of the text, and whatever else."""
+    return {"kind": kind, "version": KEY_VERSION, "model": dict(model), "text": text, **more}
 
 
 class Cache:

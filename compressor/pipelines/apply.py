@@ -1,0 +1,106 @@
+"""Fit, patch and save a given plan: `compress apply MODEL plan.json --out DIR`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from compressor.models.blocks import find_blocks
+from compressor.models.source import identify, source_of
+from compressor.patch.checkpoint import count_parameters
+from compressor.patch.tree import identify_patched, patched
+from compressor.pipelines import recipe as recipes
+from compressor.pipelines.compress import finish
+from compressor.pipelines.describe import describe_source, describe_text, put_replacements
+from compressor.pipelines.job import open_job, require_room, reserved_out
+from compressor.pipelines.recipe import Recipe
+from compressor.plan.search import fit_shapes
+from compressor.plan.shapes import Shape
+from compressor.plan.verify import refuse_missed
+from compressor.report.record import Record, describe_tool, list_mistakes
+from compressor.report.record_parts import Block, Budget, Parameters, Replacement
+from compressor.runtime.context import RunContext
+from compressor.runtime.errors import InputError
+from compressor.runtime.safe_files import Malformed, parse_json
+
+
+class PlanRecord(Record):
+    """A record that holds a plan: what `compress plan` writes and `compress apply` reads."""
+
+    budget: Budget
+    recipe: dict[str, Any]
+    blocks: list[Block]
+
+
+def run(recipe: Recipe, plan_file: Path, context: RunContext) -> Record:
+    """Fit, patch and save a given plan. BudgetError, and nothing written, when it misses its budget."""
+    plan = read_plan(plan_file)
+    shapes = shapes_of(plan)
+    given = recipe.model_dump(exclude_unset=True)
+    recorded = {key: value for key, value in plan.recipe.items() if key not in ("out", "overwrite")}
+    recipe = recipes.validate({**recorded, **given}, f"plan {plan_file}")
+    recipe.require_budget()
+    if not shapes:
+        raise InputError(f"plan {plan_file} replaces no block; there is nothing to apply")
+    with reserved_out(recipe, context) as out:
+        job = open_job(recipe, context)
+        require_room(job, out)
+        if source_of(job.model).weights_sha256 != plan.source.weights_sha256:
+            raise InputError(f"plan {plan_file} was made for other weights ({plan.source.model}) than {recipe.model}")
+        evaluator = job.evaluator()
+
+        source = evaluator.measure(job.model, "source", identify(job.model))
+        fits = fit_shapes(job.model, shapes, job.text, job.context, compensated=plan.compensated)
+        identity = identify_patched(job.model, fits)
+        with patched(job.model, find_blocks(job.model), fits):
+            compressed = evaluator.measure(job.model, "compressed", identity)
+        refuse_missed(evaluator, source, compressed, shapes)
+
+        sizes = {block.index: block.parameters for block in find_blocks(job.model)}
+        known = [block for block in plan.blocks if block.index in sizes]
+        record = plan.with_parts(
+            **describe_tool(),
+            source=describe_source(job.model),
+            text=describe_text(job.text),
+            recipe=job.recipe.settings(),
+            parameters=Parameters(before=count_parameters(job.model)),
+            blocks=[block.model_copy(update={"params_before": sizes[block.index]}) for block in known],
+        )
+        return finish(job, evaluator, fits, source, compressed, put_replacements(record, fits), out)
+
+
+def read_plan(file: Path) -> PlanRecord:
+    """The plan in a file, or one line that says why it is none."""
+    try:
+        return PlanRecord.model_validate(parse_json(file))
+    except FileNotFoundError:
+        raise InputError(f"plan {file} does not exist; make one with `compress plan MODEL --max-dppl 1.0`") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"plan {file} cannot be read: {error}") from error
+    except Malformed as error:
+        raise InputError(f"plan {file} is not valid JSON: {error}") from error
+    except ValidationError as error:
+        raise InputError(f"plan {file} is not a plan: {list_mistakes(error)}") from error
+
+
+def shapes_of(plan: PlanRecord) -> dict[int, Shape]:
+    """What stands in every block that the plan replaces."""
+    indices = [block.index for block in plan.blocks]
+    twice = next((index for index in indices if indices.count(index) > 1), None)
+    if twice is not None:
+        raise InputError(f"the plan has block {twice} twice; every block stands in it once")
+    chosen = {block.index: block.replacement for block in plan.blocks if block.replacement.kind != "keep"}
+    return {index: shape_of(index, replacement) for index, replacement in chosen.items()}
+
+
+def shape_of(index: int, replacement: Replacement) -> Shape:
+    shape = Shape(replacement.rank, replacement.neurons or 0)
+    if shape.kind != replacement.kind:
+        raise InputError(
+            f"the plan's block {index} is {replacement.kind} with rank {shape.rank} and {shape.neurons} neurons, that "
+            f"is {shape.kind}: linear has rank null, lowrank 1 or more, pruned 0 with neurons, hybrid both, bias "
+            "neither"
+        )
+    return shape
