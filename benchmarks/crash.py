@@ -103,8 +103,8 @@ def look(place: Path) -> str:
     if not out.exists():
         return "absent"
     code = (
-        "import sys, torch, compressor; from compressor.models import load\n"
-        "model, _ = load(sys.argv[1], allow_compressed=True)\n"
+        "import sys, torch, compressor; from compressor.models.load import load_model\n"
+        "model, _ = load_model(sys.argv[1], allow_compressed=True)\n"
         "assert torch.isfinite(model(torch.arange(9)[None]).logits).all()"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -261,3 +261,20 @@ def stored(directory: Path) -> dict[str, Tensor]:
         with safe_open(file, "pt") as handle:
             tensors.update({name: handle.get_tensor(name) for name in handle.keys()})  # noqa: SIM118
     return tensors
+
+
+# Families whose compressed blocks do not fit their own architecture with one width, and why.
+NOT_OWN = {
+    "bloom": "fixed width",
+    "mpt": "no bias",
+    "persimmon": "relu2",
+    **dict.fromkeys(["cohere", "gemma2", "gemma3", "gemma3-vision", "glm4", "mistral", "olmo2", "phi3"], "no bias"),
+    **dict.fromkeys(["qwen2", "qwen3", "stablelm"], "no bias"),
+}
+
+
+def save_compressed(directory: Path, family: str, forms: Any = FORMS, **options: Any) -> Any:
+    """Write a compressed checkpoint; return its model."""
+    model = compressed(family, forms)
+    write(model, directory, **options)
+    return model

@@ -205,7 +205,7 @@ def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
     write_task(tmp_path, "mine")
     code = (
         "import sys\n"
-        "from compressor.taskfiles import find_tasks, refuse_unusable\n"
+        "from compressor.evaluate.task_files import find_tasks, refuse_unusable\n"
         "find_tasks(['lambada_openai'], [])\n"
         f"refuse_unusable(find_tasks(['mine'], [{str(tmp_path)!r}]), False)\n"
         "print(sorted({'torch', 'datasets', 'lm_eval', 'transformers', 'evaluate'} & set(sys.modules)))\n"

@@ -11,20 +11,25 @@ import torch
 import transformers
 from conftest import Compress, Refused, tree
 from huggingface_hub import ModelCard
-from test_stock import NOT_OWN
-from zoo import FAMILIES, FORMS, LINEAR_FORMS, LLAMA_TYPED, ONE_FORM, VOCAB, save_tiny, stored, tiny_tokenizer, write
+from zoo import (
+    FAMILIES,
+    FORMS,
+    LINEAR_FORMS,
+    LLAMA_TYPED,
+    NOT_OWN,
+    ONE_FORM,
+    VOCAB,
+    save_compressed,
+    save_tiny,
+    stored,
+    tiny_tokenizer,
+    write,
+)
 from zoo import compressed as compressed_model
 
 from compressor.modeling_compressor import replacements
 
 KINDS = {"every part": FORMS, "linear": LINEAR_FORMS, "one block": ONE_FORM}
-
-
-def save(directory: Path, family: str, forms: Any = FORMS, **options: Any) -> Any:
-    """Write a compressed checkpoint; return its model."""
-    model = compressed_model(family, forms)
-    write(model, directory, **options)
-    return model
 
 
 def rows(batch: int = 2, length: int = 20) -> torch.Tensor:
@@ -40,7 +45,7 @@ def difference(model: Any, other: Any) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "opt", "phi", "falcon", "llama", "mistral", "qwen2", "phi3"])
 def test_a_stock_checkpoint_needs_no_code(compress: Compress, family: str, kind: str, tmp_path: Path) -> None:
-    model = save(tmp_path / "small", family, KINDS[kind])
+    model = save_compressed(tmp_path / "small", family, KINDS[kind])
     done = compress("export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "dense", "--force", "--json")
     assert done.code == 0, done.err
     again, loading = transformers.AutoModelForCausalLM.from_pretrained(
@@ -63,7 +68,7 @@ def test_a_stock_checkpoint_needs_no_code(compress: Compress, family: str, kind:
 
 
 def test_the_cost_of_one_width_is_said_first(compress: Compress, tmp_path: Path) -> None:
-    save(tmp_path / "small", "llama", LINEAR_FORMS)
+    save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
     done = compress("export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "dense")
     assert done.code == 0, done.err
     report = json.loads((tmp_path / "dense" / "export.json").read_text())
@@ -76,14 +81,14 @@ def test_the_cost_of_one_width_is_said_first(compress: Compress, tmp_path: Path)
 
 
 def test_a_broken_record_is_refused_first(refused: Refused, tmp_path: Path) -> None:
-    save(tmp_path / "small", "llama", LINEAR_FORMS)
+    save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
     (tmp_path / "small" / "compression.json").write_text('{"perplexity": 3}')
     line = refused("export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "dense")
     assert "is not a compression record" in line
 
 
 def test_an_export_is_told_from_a_checkpoint(refused: Refused, compress: Compress, tmp_path: Path) -> None:
-    save(tmp_path / "small", "llama", LINEAR_FORMS)
+    save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
     assert compress("export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "dense").code == 0
     for command in (["info"], ["check"], ["push", "me/dense"]):
         assert "dense is an export" in refused(command[0], tmp_path / "dense", *command[1:])
@@ -92,7 +97,7 @@ def test_an_export_is_told_from_a_checkpoint(refused: Refused, compress: Compres
 
 
 def test_nothing_left_is_refused_unless_forced(refused: Refused, compress: Compress, tmp_path: Path) -> None:
-    save(tmp_path / "small", "gpt2", ONE_FORM)
+    save_compressed(tmp_path / "small", "gpt2", ONE_FORM)
     command = ["export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "dense"]
     assert "nothing of the saving is left" in refused(*command)
     assert compress(*command, "--force").code == 0
@@ -100,7 +105,7 @@ def test_nothing_left_is_refused_unless_forced(refused: Refused, compress: Compr
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 def test_the_precision_is_what_was_asked_for(compress: Compress, dtype: str, tmp_path: Path) -> None:
-    model = save(tmp_path / "small", "llama", LINEAR_FORMS)
+    model = save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
     command = ["export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "dense", "--dtype", dtype]
     assert compress(*command).code == 0
     wanted = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[dtype]
@@ -113,14 +118,14 @@ def test_the_precision_is_what_was_asked_for(compress: Compress, dtype: str, tmp
 def test_without_a_word_it_is_the_checkpoints_own_if_that_is_exact(
     compress: Compress, family: str, expected: torch.dtype, tmp_path: Path
 ) -> None:
-    save(tmp_path / "small", family, LINEAR_FORMS, dtype=torch.bfloat16)
+    save_compressed(tmp_path / "small", family, LINEAR_FORMS, dtype=torch.bfloat16)
     done = compress("export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "dense", "--force")
     assert done.code == 0, done.err
     assert {tensor.dtype for tensor in stored(tmp_path / "dense").values()} == {expected}
 
 
 def test_vllm_gets_a_directory_and_a_warning(compress: Compress, tmp_path: Path) -> None:
-    save(tmp_path / "small", "mistral")
+    save_compressed(tmp_path / "small", "mistral")
     done = compress("export", tmp_path / "small", "--to", "vllm", "--out", tmp_path / "deci")
     assert done.code == 0, done.err
     assert "has not been run in vLLM" in done.err
@@ -130,7 +135,7 @@ def test_vllm_gets_a_directory_and_a_warning(compress: Compress, tmp_path: Path)
 
 
 def test_onnx_gets_a_graph_a_record_and_a_card(compress: Compress, tmp_path: Path) -> None:
-    model = save(tmp_path / "small", "opt", ONE_FORM)
+    model = save_compressed(tmp_path / "small", "opt", ONE_FORM)
     done = compress("export", tmp_path / "small", "--to", "onnx", "--out", tmp_path / "graph", "--json")
     assert done.code == 0, done.err
     report = json.loads(done.out)
@@ -172,7 +177,7 @@ def test_the_card_carries_what_was_measured(compress: Compress, compressed: Path
 def test_an_earlier_export_is_replaced_only_when_asked(
     refused: Refused, compress: Compress, to: str, tmp_path: Path
 ) -> None:
-    save(tmp_path / "small", "llama", LINEAR_FORMS)
+    save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
     command = ["export", tmp_path / "small", "--to", to, "--out", tmp_path / "out"]
     assert compress(*command).code == 0
     assert "exists and is not empty" in refused(*command)
@@ -182,7 +187,7 @@ def test_an_earlier_export_is_replaced_only_when_asked(
 
 
 def test_somebody_elses_directory_is_left_alone(refused: Refused, tmp_path: Path) -> None:
-    save(tmp_path / "small", "llama", LINEAR_FORMS)
+    save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     command = ["export", tmp_path / "small", "--to", "hf-dense", "--overwrite", "--out"]
@@ -199,7 +204,7 @@ def test_a_model_that_is_not_compressed(refused: Refused, to: str, tmp_path: Pat
 
 @pytest.mark.parametrize(("family", "told"), [("granite-scaled", True), ("llama", False)])
 def test_weights_that_are_rounded_again_are_told(compress: Compress, family: str, told: bool, tmp_path: Path) -> None:
-    save(tmp_path / "small", family)
+    save_compressed(tmp_path / "small", family)
     command = ["export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "m.gguf", "--dtype", "bf16"]
     done = compress(*command)
     assert done.code == 0, done.err
@@ -212,7 +217,7 @@ def test_from_python(tmp_path: Path) -> None:
     from compressor.export.exporter import TARGETS
     from compressor.runtime.errors import InputError
 
-    save(tmp_path / "small", "llama", LINEAR_FORMS)
+    save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
     report = compressor.export(tmp_path / "small", "hf-dense", tmp_path / "dense")
     assert report["architecture"] == "llama"
     assert tuple(TARGETS) == OFFERED
@@ -221,7 +226,7 @@ def test_from_python(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_or_not_known(refused: Refused, tmp_path: Path) -> None:
-    save(tmp_path / "small", "llama")
+    save_compressed(tmp_path / "small", "llama")
     out = ["--out", tmp_path / "out"]
     assert "does not exist" in refused("export", tmp_path / "nothing", "--to", "gguf", *out)
     assert "--to tflite is not known" in refused("export", tmp_path / "small", "--to", "tflite", *out)
@@ -237,7 +242,7 @@ def test_what_is_not_there_or_not_known(refused: Refused, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("family", sorted(set(NOT_OWN) - set(LLAMA_TYPED)))
 def test_families_without_a_stock_form_are_refused_by_name(refused: Refused, family: str, tmp_path: Path) -> None:
-    save(tmp_path / "small", family, LINEAR_FORMS)
+    save_compressed(tmp_path / "small", family, LINEAR_FORMS)
     line = refused("export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "out")
     assert "cannot be written as hf-dense" in line
     assert "try --to onnx" in line
@@ -248,7 +253,7 @@ def test_families_without_a_stock_form_are_refused_by_name(refused: Refused, fam
 def test_families_that_are_no_llamas_are_refused_by_name(
     refused: Refused, family: str, to: str, tmp_path: Path
 ) -> None:
-    model = save(tmp_path / "small", family, LINEAR_FORMS)
+    model = save_compressed(tmp_path / "small", family, LINEAR_FORMS)
     line = refused("export", tmp_path / "small", "--to", to, "--out", tmp_path / "out")
     assert f"{model.config.model_type} is not of Llama's type" in line
     assert "try --to hf-dense or --to onnx" in line
@@ -262,7 +267,7 @@ def test_an_activation_that_is_not_known(refused: Refused, to: str, tmp_path: Pa
 
 
 def test_no_disk_is_refused_first(refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    save(tmp_path / "small", "llama", LINEAR_FORMS)
+    save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
     monkeypatch.setattr("compressor.runtime.resources.free_disk", lambda place: 1000)
     for to in ("gguf", "hf-dense", "vllm"):
         line = refused("export", tmp_path / "small", "--to", to, "--out", tmp_path / "out")
@@ -272,7 +277,7 @@ def test_no_disk_is_refused_first(refused: Refused, monkeypatch: pytest.MonkeyPa
 def test_too_little_memory_names_no_option_that_is_not_there(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    save(tmp_path / "small", "llama")
+    save_compressed(tmp_path / "small", "llama")
     monkeypatch.setattr("compressor.runtime.resources.available_memory", lambda: 1000)
     line = refused("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "out")
     assert "export it where there is more" in line
@@ -283,7 +288,7 @@ def test_a_disk_that_fills_up_leaves_nothing(refused: Refused, monkeypatch: pyte
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    save(tmp_path / "small", "llama", LINEAR_FORMS)
+    save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
     monkeypatch.setattr("compressor.export.exporter.write_checkpoint", full)
     monkeypatch.setattr("compressor.export.gguf.write_gguf", full)
     for to in ("hf-dense", "gguf"):
@@ -294,7 +299,7 @@ def test_a_disk_that_fills_up_leaves_nothing(refused: Refused, monkeypatch: pyte
 @pytest.mark.parametrize("to", ["gguf", "hf-dense", "vllm"])
 def test_a_model_that_was_trained_on_and_saved_again(compress: Compress, to: str, tmp_path: Path) -> None:
     """It has no compression.json any more: config.json says what it is."""
-    model = save(tmp_path / "small", "llama", LINEAR_FORMS)
+    model = save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
     assert not (tmp_path / "small" / "compression.json").exists()
     with torch.no_grad():
         for module in replacements(model).values():
@@ -311,7 +316,7 @@ def test_an_export_that_is_interrupted_leaves_nothing(
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    save(tmp_path / "small", "llama", LINEAR_FORMS)
+    save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
     before = tree(tmp_path)
     monkeypatch.setattr("compressor.export.exporter.check_in_llamacpp", interrupt)
     done = compress("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "model.gguf")
@@ -329,7 +334,7 @@ def test_a_form_that_computes_something_else_is_never_written(
         return type(folded)(**{**vars(folded), "outer": folded.outer * 1.01})
 
     right = stock.fold
-    save(tmp_path / "small", "llama")
+    save_compressed(tmp_path / "small", "llama")
     monkeypatch.setattr("compressor.export.stock.fold", wrong)
     for to in ("gguf", "hf-dense", "vllm"):
         line = refused("export", tmp_path / "small", "--to", to, "--out", tmp_path / "out", "--force")

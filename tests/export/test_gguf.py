@@ -11,8 +11,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import Compress, Refused
-from test_exporting import save
-from zoo import CHAT_TEMPLATE, FORMS, LINEAR_FORMS, LLAMA_TYPED, TEXT, VOCAB, compressed, tiny_tokenizer
+from zoo import (
+    CHAT_TEMPLATE,
+    FORMS,
+    LINEAR_FORMS,
+    LLAMA_TYPED,
+    TEXT,
+    VOCAB,
+    compressed,
+    save_compressed,
+    tiny_tokenizer,
+)
 
 from compressor.export.gguf import DTYPES, MULTIPLE, write_gguf
 from compressor.export.llama import as_llama
@@ -78,7 +87,7 @@ def test_every_kind_of_replacement_beside_blocks_that_stay(kind: str, tmp_path: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_weights_are_what_was_asked_for(compress: Compress, dtype: str, tmp_path: Path) -> None:
-    model = save(tmp_path / "small", "qwen2")
+    model = save_compressed(tmp_path / "small", "qwen2")
     file = tmp_path / "model.gguf"
     done = compress("export", tmp_path / "small", "--to", "gguf", "--out", file, "--dtype", dtype, "--json")
     assert done.code == 0, done.err
@@ -102,7 +111,7 @@ def zero_biases(model: Any) -> int:
 
 
 def test_vocabulary_template_and_ends_come_along(compress: Compress, tmp_path: Path) -> None:
-    save(tmp_path / "small", "llama")
+    save_compressed(tmp_path / "small", "llama")
     assert compress("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "model.gguf").code == 0
     tokenizer, reader = tiny_tokenizer(), read(tmp_path / "model.gguf")
     assert reader.get_field("general.architecture").contents() == "deci"
@@ -117,7 +126,7 @@ def test_vocabulary_template_and_ends_come_along(compress: Compress, tmp_path: P
 def test_a_tokenizer_with_a_known_difference_is_told(compress: Compress, tmp_path: Path) -> None:
     from tokenizers import pre_tokenizers
 
-    save(tmp_path / "small", "llama")
+    save_compressed(tmp_path / "small", "llama")
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     tokenizer.save_pretrained(tmp_path / "small")
@@ -142,7 +151,7 @@ def test_what_is_stored_is_what_was_folded(tmp_path: Path) -> None:
 
 
 def test_files_that_exist(refused: Refused, compress: Compress, tmp_path: Path) -> None:
-    save(tmp_path / "small", "llama")
+    save_compressed(tmp_path / "small", "llama")
     command = ["export", tmp_path / "small", "--to", "gguf", "--out"]
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "folder").mkdir()
@@ -169,14 +178,14 @@ def test_another_gate_is_refused(refused: Refused, tmp_path: Path) -> None:
 def test_a_file_that_llamacpp_reads_otherwise_is_not_kept(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    save(tmp_path / "small", "llama")
+    save_compressed(tmp_path / "small", "llama")
     monkeypatch.setattr("compressor.export.gguf.paired", lambda tensor, head: tensor)
     line = refused("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "model.gguf")
     assert "in llama.cpp a log-probability is off by" in line
 
 
 def test_without_llamacpp_it_says_so(compress: Compress, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    save(tmp_path / "small", "llama")
+    save_compressed(tmp_path / "small", "llama")
     with monkeypatch.context() as patching:
         patching.setattr("compressor.export.llamacpp.available", lambda: False)
         done = compress("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "model.gguf")

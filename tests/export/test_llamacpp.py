@@ -138,7 +138,7 @@ def test_without_the_wheel_it_says_what_to_install(file: Path, monkeypatch: pyte
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_no_child_outlives_its_parent(file: Path, number: int) -> None:
     code = (
-        "import signal, sys, time\nfrom compressor.llamacpp import Runner\n"
+        "import signal, sys, time\nfrom compressor.export.llamacpp import Runner\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background ignores it
         "with Runner(sys.argv[1]) as run:\n    print(run.child.pid, flush=True)\n    time.sleep(60)"
     )

@@ -11,6 +11,7 @@ from zoo import (
     FORMS,
     LINEAR_FORMS,
     LLAMA_TYPED,
+    NOT_OWN,
     ONE_FORM,
     compressed,
     logits,
@@ -24,13 +25,6 @@ from compressor.modeling_compressor import replacements
 from compressor.runtime.errors import InputError
 
 # Why a family has no stock form of its own; all others have one.
-NOT_OWN = {
-    "bloom": "fixed width",
-    "mpt": "no bias",
-    "persimmon": "relu2",
-    **dict.fromkeys(["cohere", "gemma2", "gemma3", "gemma3-vision", "glm4", "mistral", "olmo2", "phi3"], "no bias"),
-    **dict.fromkeys(["qwen2", "qwen3", "stablelm"], "no bias"),
-}
 ALL_FORMS = {"every part": FORMS, "linear": LINEAR_FORMS, "one block": ONE_FORM}
 
 

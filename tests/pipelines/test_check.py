@@ -639,7 +639,7 @@ def test_a_spoiled_baseline_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before any model is loaded."""
-    monkeypatch.setattr(checking, "load", None)
+    monkeypatch.setattr(checking, "load_model", None)
     file = tmp_path / "baseline.json"
     file.write_bytes(spoil(kept))
     (error,) = check("--baseline", file, code=2).errors
@@ -733,7 +733,7 @@ def test_hostile_names_through_the_command(
 def test_an_unwritable_file_is_refused_before_the_work(
     check: Check, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checking, "load", None)
+    monkeypatch.setattr(checking, "load_model", None)
     update = ["--update-baseline"] if option == "--baseline" else []
     for file in (tmp_path / "none" / "file", tmp_path):
         assert f"{option} {file} cannot be written" in check(option, file, *update, code=2).errors[0]
