@@ -103,11 +103,11 @@ def generation_lines(record: Record) -> list[str]:
     generation = record.generation
     if generation is None:
         return []
-    repetition, pairs = generation.repetition, generation.distinct["2"]
+    repetition, pairs = generation.repetition, generation.distinct.get("2")
     return [
         f"writes as its source in {generation.agreement:.1%} of places ({generation.prompts} prompts, "
-        f"{generation.tokens} tokens each); repetition {repetition.source:.2f} → {repetition.compressed:.2f}, "
-        f"distinct pairs {pairs.source:.2f} → {pairs.compressed:.2f}"
+        f"{generation.tokens} tokens each); repetition {repetition.source:.2f} → {repetition.compressed:.2f}"
+        + (f", distinct pairs {pairs.source:.2f} → {pairs.compressed:.2f}" if pairs else "")
     ]
 
 
