@@ -114,9 +114,9 @@ def write_onnx(
     for cached in (True, False):
         try:
             with progress.bar("export to ONNX", 1, "with a cache" if cached else "without a cache"), silence():
-                inputs, outputs = export(model, directory / FILE, cached, single_file)
+                inputs, outputs = write_graph(model, directory / FILE, cached, single_file)
             with progress.bar("check in ONNX Runtime", 1), silence():
-                difference = check(directory / FILE, cases, cached)
+                difference = check_graph(directory / FILE, cases, cached)
             break
         except Unfit as reason:
             reasons[cached] = str(reason)
@@ -134,7 +134,7 @@ def write_onnx(
     return OnnxGraph(OPSET, cached, reasons.get(True), inputs, outputs, difference, TOLERANCE, USE[cached])
 
 
-def export(model: Any, file: Path, cached: bool, single_file: int) -> tuple[list[str], list[str]]:
+def write_graph(model: Any, file: Path, cached: bool, single_file: int) -> tuple[list[str], list[str]]:
     """Trace the model and write the graph; return the names of its inputs and outputs."""
     batch, length, before = TRACED
     past = [torch.rand(batch, heads, before, width) for heads, width in cache_shapes(model)] if cached else []
@@ -244,7 +244,7 @@ def continuation(model: Any, case: Case, count: int) -> Case:
     return Case(ids, mask, case.prompt, torch.stack(written.logits, dim=1), greedy=True)
 
 
-def check(file: Path, cases: Sequence[Case], cached: bool) -> float:
+def check_graph(file: Path, cases: Sequence[Case], cached: bool) -> float:
     """The largest difference to torch's logits, as a part of the largest logit; too large a one is Unfit."""
     onnxruntime: Any = importlib.import_module("onnxruntime")
     options = onnxruntime.SessionOptions()
