@@ -36,9 +36,10 @@ def push(
 ) -> None:
     """Send a compressed checkpoint with its card to the Hub, in one commit; without a token, say what would be sent."""
     from compressor.export import hub
+    from compressor.report import tables
     from compressor.runtime.progress import Progress
 
-    report = hub.push(
+    record = hub.push(
         directory,
         repo,
         private=private,
@@ -49,7 +50,7 @@ def push(
         dry_run=dry_run,
         progress=Progress(visible=True),
     )
-    emit(report, as_json, hub.push_lines(report), hub.push_table(report))
+    emit(record.to_json_value(), as_json, tables.push_lines(record), tables.push_table(record))
 
 
 def export(
@@ -79,8 +80,9 @@ def export(
 
     hub.refuse_out_of_reach(model)  # before torch is imported, which takes longer than this
     from compressor.export import exporter
+    from compressor.report import tables
     from compressor.runtime.progress import Progress
 
     chosen: dict[str, Any] = {"dtype": dtype, "overwrite": overwrite, "force": force}
-    report = exporter.export(model, to, out, **chosen, progress=Progress(visible=True))
-    emit(report, as_json, exporter.export_lines(report), None)
+    record = exporter.export(model, to, out, **chosen, progress=Progress(visible=True))
+    emit(record.to_json_value(), as_json, tables.export_lines(record), None)

@@ -1,19 +1,18 @@
-"""Send a compressed checkpoint to the Hugging Face Hub: one commit, or word for word what it would hold."""
+"""Send a compressed checkpoint to the Hugging Face Hub in one commit, or list what that commit would hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
-from rich.table import Table
-from rich.text import Text as Styled
 
 import compressor
-from compressor.export.upload import Parcel, is_ours, pack
+from compressor.export.upload import Upload, collect_upload, is_written_by_compress
+from compressor.report.export_record import PushedFile, PushRecord
 from compressor.runtime.errors import InputError, causes, reason_of
 from compressor.runtime.names import RECORD
 from compressor.runtime.network import is_repo_id, why_unreachable
@@ -35,33 +34,40 @@ def push(
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
-) -> dict[str, Any]:
+) -> PushRecord:
     """Check everything that can be checked here, then send it. Without a token it is a dry run, and says so."""
     refuse_names(repo, branch)
-    parcel = pack(Path(directory), repo)
-    files = [{"path": name, "bytes": size} for name, size in parcel.sizes.items()]
-    report: dict[str, Any] = {
-        **{"directory": str(directory), "repo": repo, "branch": branch or MAIN, "private": private},
-        **{"files": files, "bytes": sum(parcel.sizes.values()), "left_out": parcel.left_out, "notes": parcel.notes},
-        **{"card": parcel.metadata, "sent": False},
-    }
+    upload = collect_upload(Path(directory), repo)
+    files = [PushedFile(path=name, bytes=size) for name, size in upload.sizes().items()]
+    record = PushRecord(
+        directory=str(directory),
+        repo=repo,
+        branch=branch or MAIN,
+        private=private,
+        files=files,
+        bytes=sum(file.bytes for file in files),
+        left_out=upload.left_out,
+        notes=upload.notes,
+        card=upload.metadata,
+        sent=False,
+    )
     if dry_run or get_token() is None:
-        return {**report, "reason": "--dry-run" if dry_run else f"there is no token; {LOG_IN}"}
-    message = message or f"{parcel.name} by compressor {compressor.__version__}"
-    with refusing(repo, branch):
+        return record.model_copy(update={"reason": "--dry-run" if dry_run else f"there is no token; {LOG_IN}"})
+    with explaining_refusals(repo, branch):
         api = open_client()
-        (progress or Progress()).say(f"send {amount(report['bytes'])} to {repo}")
-        removed, new = prepare(api, parcel, repo, private, branch, overwrite)
-        operations = [CommitOperationAdd(name, content) for name, content in parcel.files.items()]
+        (progress or Progress()).say(f"send {amount(record.bytes)} to {repo}")
+        removed, created = prepare_repository(api, upload, repo, private, branch, overwrite)
+        operations = [CommitOperationAdd(name, content) for name, content in upload.files.items()]
         commit = api.create_commit(
             repo,
             [*operations, *(CommitOperationDelete(name) for name in removed)],
-            commit_message=message,
+            commit_message=message or f"{upload.model} by compressor {compressor.__version__}",
             revision=branch,
             create_pr=create_pr,
         )
     url = commit.pr_url or str(commit.repo_url)
-    return {**report, "sent": True, "created": new, "removed": removed, "url": url, "commit": commit.oid}
+    result = {"sent": True, "created": created, "removed": removed, "url": url, "commit": commit.oid}
+    return record.model_copy(update=result)
 
 
 def refuse_names(repo: str, branch: str | None) -> None:
@@ -78,18 +84,19 @@ def open_client() -> HfApi:
     return HfApi()
 
 
-def prepare(
-    api: Any, parcel: Parcel, repo: str, private: bool, branch: str | None, overwrite: bool
+def prepare_repository(
+    api: Any, upload: Upload, repo: str, private: bool, branch: str | None, overwrite: bool
 ) -> tuple[list[str], bool]:
-    """Refuse a repository that this must not go to; make what is missing. What is to go from it, and if it is new."""
+    """Refuse a repository that this must not be written to, and create what is missing; return which of its files are
+    to be removed, and whether it is new."""
     try:
-        found = api.model_info(repo)
+        existing = api.model_info(repo)
     except RepositoryNotFoundError:
         api.create_repo(repo, private=private or None, exist_ok=True)  # None: what the owner has chosen for all
         if branch not in (None, MAIN):
             api.create_branch(repo, branch=branch, exist_ok=True)
         return [], True
-    if private and not found.private:
+    if private and not existing.private:
         raise InputError(
             f"{repo} exists and is public, so --private cannot hold; make it private on its Hub page first"
         )
@@ -105,27 +112,27 @@ def prepare(
         )
     if missing:
         api.create_branch(repo, branch=branch, exist_ok=True)
-    return [name for name in present if is_ours(name) and name not in parcel.files], False
+    return [name for name in present if is_written_by_compress(name) and name not in upload.files], False
 
 
 @contextmanager
-def refusing(repo: str, branch: str | None) -> Iterator[None]:
-    """Whatever the Hub or the network says becomes one line, in which no token stands, nor in its traceback."""
+def explaining_refusals(repo: str, branch: str | None) -> Iterator[None]:
+    """Turn an error of the Hub or the network into one line; the token is neither in it nor in its traceback."""
     try:
         yield
     except (InputError, MemoryError):
         raise
     except Exception as error:  # the HTTP client's own exceptions share no base class across Hub versions
         secret = get_token()
-        told = any(secret is not None and secret in str(cause) for cause in causes(error))
-        raise explain(repo, branch, error, secret) from (None if told else error)
+        leaks = any(secret is not None and secret in str(cause) for cause in causes(error))
+        raise explain(repo, branch, error, secret) from (None if leaks else error)
 
 
 def explain(repo: str, branch: str | None, error: Exception, secret: str | None) -> InputError:
-    """What the answer means to the user."""
+    """What an answer of the Hub means to the user."""
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-    said = getattr(error, "server_message", None)  # the first line of the error itself is only the address
-    reason = (reason_of(ValueError(said)) if said else reason_of(error)).replace(secret or "\0", "***")
+    message = getattr(error, "server_message", None)  # the first line of the error itself is only the address
+    reason = (reason_of(ValueError(message)) if message else reason_of(error)).replace(secret or "\0", "***")
     if status == 401:
         return InputError(f"the Hub does not know the token; {LOG_IN}")
     if status == 403:
@@ -135,33 +142,3 @@ def explain(repo: str, branch: str | None, error: Exception, secret: str | None)
     if status == 404:
         return InputError(f"{repo} cannot be found or made with this token; check the owner's name")
     return InputError(f"{repo} could not be written: {reason}; try again")
-
-
-def push_table(report: Mapping[str, Any]) -> Table:
-    """Every file with its size."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("file", overflow="fold")
-    table.add_column("bytes", justify="right", no_wrap=True)
-    for file in report["files"]:
-        table.add_row(Styled(file["path"]), f"{file['bytes']:,}")
-    return table
-
-
-def push_lines(report: Mapping[str, Any]) -> list[str]:
-    """Where it goes or would go, what is left out, and what the card says of it."""
-    sent = report["sent"]
-    card = report["card"]
-    told = [f"{key} {card[key]}" for key in ("base_model", "license", "pipeline_tag") if key in card]
-    scores = sum(len(result["metrics"]) for index in card.get("model-index") or [] for result in index["results"])
-    where = f"{report['repo']}, branch {report['branch']}" + (", private" if report["private"] else "")
-    lines = [
-        f"{len(report['files'])} files, {report['bytes']:,} bytes {'sent' if sent else 'would be sent'} to {where}",
-        *[f"left out: {name} ({reason})" for name, reason in report["left_out"].items()],
-        *report["notes"],
-        f"the card's metadata is sound, as far as it can be checked here: {', '.join([*told, f'{scores} results'])}",
-        *([] if "license" in card else ["warning: the card names no license; add one to README.md if you know it"]),
-    ]
-    if not sent:
-        return [*lines, f"nothing was sent: {report['reason']}"]
-    gone = [f"removed there: {', '.join(report['removed'])}"] if report["removed"] else []
-    return [*lines, *gone, f"{report['url']} (commit {report['commit']})"]

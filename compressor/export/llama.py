@@ -68,8 +68,8 @@ def refuse_other_types(model: Any) -> None:
     config = model.config
     family = config.model_type
     if family not in LLAMA_TYPES:
-        own = layout_of(stock_config(model))
-        reason = OTHER.get(family) or (PLAIN if own is None or not own.gated else "its layers are not Llama's")
+        layout = layout_of(stock_config(model))
+        reason = OTHER.get(family) or (PLAIN if layout is None or not layout.gated else "its layers are not Llama's")
         known = ", ".join(sorted(LLAMA_TYPES))
         raise InputError(
             f"{family} is not of Llama's type: {reason}, and only Llamas have an architecture there with a width for "
@@ -145,10 +145,10 @@ def llama_config(model: Any) -> LlamaConfig:
 
 def llama_tensors(model: Any, config: LlamaConfig) -> dict[str, Tensor]:
     """Everything but the feed-forward blocks, by Llama's names."""
-    own = model.config
+    source = model.config
     tensors: dict[str, Tensor] = {}
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    scales = scales_of(own, config)
+    scales = scales_of(source, config)
     for name, tensor in model.state_dict().items():
         if ".qkv_proj." in name:
             parts = tensor.split([queries, keys, keys])
@@ -159,27 +159,27 @@ def llama_tensors(model: Any, config: LlamaConfig) -> dict[str, Tensor]:
             tensors[name] = tensor
     for name, tensor in tensors.items():
         part = name.rsplit(".", 2)[-2]
-        if part in ("q_proj", "k_proj") and LLAMA_TYPES[own.model_type]:
+        if part in ("q_proj", "k_proj") and LLAMA_TYPES[source.model_type]:
             tensors[name] = tensor = halved(tensor, config.head_dim)
         scale = scales["attention"] if part == "q_proj" else scales["residual"] if part == "o_proj" else 1.0
         if scale != 1.0:
             tensors[name] = tensor * scale
     if scales["embedding"] != 1.0:
         tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * scales["embedding"]
-    head = scales["logits"] * (scales["embedding"] if own.tie_word_embeddings else 1.0)
+    head = scales["logits"] * (scales["embedding"] if source.tie_word_embeddings else 1.0)
     if head != 1.0:  # into the last norm: tied weights stay tied
         tensors["model.norm.weight"] = tensors["model.norm.weight"] / head
     return tensors
 
 
-def scales_of(own: Any, config: LlamaConfig) -> dict[str, float]:
+def scales_of(source: Any, config: LlamaConfig) -> dict[str, float]:
     """What a family (Granite) multiplies with while it computes, and a Llama does not."""
-    attention = getattr(own, "attention_multiplier", None)
+    attention = getattr(source, "attention_multiplier", None)
     return {
-        "embedding": getattr(own, "embedding_multiplier", 1.0),
+        "embedding": getattr(source, "embedding_multiplier", 1.0),
         "attention": 1.0 if attention is None else attention * config.head_dim**0.5,
-        "residual": getattr(own, "residual_multiplier", 1.0),
-        "logits": getattr(own, "logits_scaling", 1.0),
+        "residual": getattr(source, "residual_multiplier", 1.0),
+        "logits": getattr(source, "logits_scaling", 1.0),
     }
 
 

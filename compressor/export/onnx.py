@@ -48,6 +48,20 @@ class Unfit(Exception):
 
 
 @dataclass(frozen=True)
+class OnnxGraph:
+    """A graph that was written and checked."""
+
+    opset: int
+    cache: bool  # whether it takes and returns keys and values
+    without_cache_because: str | None
+    inputs: list[str]
+    outputs: list[str]
+    logits_off: float  # from torch's, as a part of the largest logit
+    tolerance: float
+    use: str  # what it can be used for
+
+
+@dataclass(frozen=True)
 class Case:
     """Tokens of a batch, which of them are real, how many come at once, and the logits that torch gives."""
 
@@ -87,8 +101,8 @@ def require_packages() -> None:
 
 def write_onnx(
     model: Any, tokenizer: Any, directory: Path, progress: Progress, *, single_file: int = SINGLE_FILE
-) -> dict[str, Any]:
-    """Write the graph, the stock config and the tokenizer of a float32 model on the CPU; return what to record.
+) -> OnnxGraph:
+    """Write the graph, the stock config and the tokenizer of a float32 model on the CPU.
 
     The graph computes in float32, whatever precision the checkpoint stores.
     """
@@ -100,9 +114,9 @@ def write_onnx(
     for cached in (True, False):
         try:
             with progress.bar("export to ONNX", 1, "with a cache" if cached else "without a cache"), silence():
-                inputs, outputs = export(model, directory / FILE, cached, single_file)
+                inputs, outputs = write_graph(model, directory / FILE, cached, single_file)
             with progress.bar("check in ONNX Runtime", 1), silence():
-                difference = check(directory / FILE, cases, cached)
+                difference = check_graph(directory / FILE, cases, cached)
             break
         except Unfit as reason:
             reasons[cached] = str(reason)
@@ -117,19 +131,10 @@ def write_onnx(
         )
     write_companions(model, tokenizer, directory)
     progress.say(f"ONNX Runtime's logits differ from torch's by at most {difference:.1e} of the largest logit")
-    return {
-        "opset": OPSET,
-        "cache": cached,
-        "without_cache_because": reasons.get(True),
-        "inputs": inputs,
-        "outputs": outputs,
-        "logits_off": difference,
-        "tolerance": TOLERANCE,
-        "for": USE[cached],
-    }
+    return OnnxGraph(OPSET, cached, reasons.get(True), inputs, outputs, difference, TOLERANCE, USE[cached])
 
 
-def export(model: Any, file: Path, cached: bool, single_file: int) -> tuple[list[str], list[str]]:
+def write_graph(model: Any, file: Path, cached: bool, single_file: int) -> tuple[list[str], list[str]]:
     """Trace the model and write the graph; return the names of its inputs and outputs."""
     batch, length, before = TRACED
     past = [torch.rand(batch, heads, before, width) for heads, width in cache_shapes(model)] if cached else []
@@ -174,9 +179,9 @@ def export(model: Any, file: Path, cached: bool, single_file: int) -> tuple[list
 
 def refuse_narrowed(exported: Any, context: int | None) -> None:
     """A trace takes one side of every comparison with a length, and its graph is silently wrong on the other side."""
-    for found in exported.range_constraints.values():
-        if found.upper < (context or MANY):
-            raise Unfit(f"it computes otherwise beyond {found.upper} tokens, and a graph holds one way only")
+    for constraint in exported.range_constraints.values():
+        if constraint.upper < (context or MANY):
+            raise Unfit(f"it computes otherwise beyond {constraint.upper} tokens, and a graph holds one way only")
 
 
 def cache_shapes(model: Any) -> list[tuple[int, int]]:
@@ -221,7 +226,7 @@ def positions_of(mask: Tensor) -> Tensor:
 
 def continuation(model: Any, case: Case, count: int) -> Case:
     """The greedy continuation of a case's prompt, whatever sampling the model's own generation config asks for."""
-    own = model.generation_config
+    generation_config = model.generation_config
     model.generation_config = GenerationConfig()
     try:
         written = model.generate(
@@ -233,13 +238,13 @@ def continuation(model: Any, case: Case, count: int) -> Case:
             output_logits=True,
         )
     finally:
-        model.generation_config = own
+        model.generation_config = generation_config
     ids = written.sequences
     mask = torch.cat([case.mask[:, : case.prompt], torch.ones_like(ids[:, case.prompt :])], dim=1)
     return Case(ids, mask, case.prompt, torch.stack(written.logits, dim=1), greedy=True)
 
 
-def check(file: Path, cases: Sequence[Case], cached: bool) -> float:
+def check_graph(file: Path, cases: Sequence[Case], cached: bool) -> float:
     """The largest difference to torch's logits, as a part of the largest logit; too large a one is Unfit."""
     onnxruntime: Any = importlib.import_module("onnxruntime")
     options = onnxruntime.SessionOptions()
@@ -248,8 +253,7 @@ def check(file: Path, cases: Sequence[Case], cached: bool) -> float:
     with refusing_as_unfit():
         session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
         for case in cases:
-            found = compute(session, case, cached)
-            difference = compare(found, case)
+            difference = compare(compute(session, case, cached), case)
             if not difference <= TOLERANCE:
                 shape = "×".join(str(size) for size in case.ids.shape)
                 raise Unfit(f"ONNX Runtime's logits differ by {difference:.1e} of the largest one on {shape} tokens")
@@ -279,17 +283,17 @@ def compute(session: Any, case: Case, cached: bool) -> Tensor:
     return torch.cat(logits, dim=1)
 
 
-def compare(found: Tensor, case: Case) -> float:
+def compare(logits: Tensor, case: Case) -> float:
     """How far the logits are apart where tokens are real; a greedy choice may differ only between equal logits."""
     if case.greedy:
-        found = found[:, case.prompt - 1 : -1]
-        real = torch.ones(found.shape[:2], dtype=torch.bool)
+        logits = logits[:, case.prompt - 1 : -1]
+        real = torch.ones(logits.shape[:2], dtype=torch.bool)
     else:
         real = case.mask.bool()
     scale = case.logits[real].abs().max()
-    difference = ((found - case.logits)[real].abs().max() / scale).item()
+    difference = ((logits - case.logits)[real].abs().max() / scale).item()
     if case.greedy:
-        chosen = case.logits.gather(-1, found.argmax(-1, keepdim=True))
+        chosen = case.logits.gather(-1, logits.argmax(-1, keepdim=True))
         behind = case.logits.gather(-1, case.ids[:, case.prompt :, None]) - chosen
         difference = max(difference, (behind.max() / scale).item())
     return difference
@@ -315,13 +319,13 @@ def refusing_as_unfit() -> Iterator[None]:
         chain = list(causes(error))
         if any(is_out_of_memory(cause) or number_of(cause) is not None for cause in chain):
             raise
-        said = " ".join(str(chain[-1]).split()) or type(chain[-1]).__name__
-        raise Unfit(shorten(said)) from error
+        reason = " ".join(str(chain[-1]).split()) or type(chain[-1]).__name__
+        raise Unfit(shorten(reason)) from error
 
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """The exporter warns, logs and prints about its own affairs."""
+    """Hide what torch's exporter warns, logs and prints."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -97,19 +97,19 @@ def has_replacement(model: Any, block: Block) -> bool:
 
 def fold_blocks(model: Any, layout: Layout) -> list[Ordinary]:
     """Every block of a compressed model as an ordinary one."""
-    found = []
+    folded = []
     for block in find_blocks(model):
         if has_replacement(model, block):
             try:
-                found.append(fold(model.get_submodule(block.path), layout.activation, layout.gated))
+                folded.append(fold(model.get_submodule(block.path), layout.activation, layout.gated))
             except InputError as error:
                 raise InputError(f"{block.path} cannot be an ordinary block: {error}") from error
             continue
         neurons = find_neurons(model, block)
         if neurons is None or neurons.gated != layout.gated:
             raise InputError(f"{block.path} is not made of neurons that could be read")
-        found.append(ordinary(neurons))
-    return found
+        folded.append(ordinary(neurons))
+    return folded
 
 
 def assemble(
@@ -173,7 +173,7 @@ def stored_block(layout: Layout, ffn: Ordinary) -> dict[str, Tensor]:
     return stored
 
 
-def own_layout(model: Any) -> tuple[Any, Layout]:
+def stock_layout(model: Any) -> tuple[Any, Layout]:
     """The config and the layout of the stock architecture that a compressed model came from, with the biases that
     folded blocks need, or an InputError that says why there is none."""
     config = stock_config(model)
@@ -186,9 +186,9 @@ def own_layout(model: Any) -> tuple[Any, Layout]:
             if getattr(config, key, None) is False:
                 more = copy.deepcopy(config)
                 setattr(more, key, True)
-                found = layout_of(more)
-                if found is not None and not found.missing_bias:
-                    return more, found
+                biased = layout_of(more)
+                if biased is not None and not biased.missing_bias:
+                    return more, biased
         matrix = layout.places[layout.missing_bias].path
         raise InputError(f"{family} has no bias at {matrix}, without which no ordinary block computes a linear map")
     return config, layout
@@ -202,9 +202,9 @@ def widened(config: Any, layout: Layout, neurons: int) -> tuple[Any, Layout]:
         if hasattr(config, key):
             other = copy.deepcopy(config)
             setattr(other, key, neurons)
-            found = layout_of(other)
-            if found is not None and found.neurons == neurons:
-                return other, found
+            wider = layout_of(other)
+            if wider is not None and wider.neurons == neurons:
+                return other, wider
     raise InputError(f"{config.model_type} has blocks of a fixed width, {layout.neurons} neurons")
 
 
@@ -217,9 +217,9 @@ def stock_config(model: Any) -> Any:
 
 
 @torch.no_grad()
-def as_own(model: Any) -> tuple[Any, list[int]]:
+def as_stock(model: Any) -> tuple[Any, list[int]]:
     """A compressed model as its stock architecture with blocks of one width, and the widths that they really need."""
-    config, layout = own_layout(model)
+    config, layout = stock_layout(model)
     needed = widths_of(model, layout)
     config, layout = widened(config, layout, max(needed))
     blocks = [ffn.padded(max(needed)) for ffn in fold_blocks(model, layout)]

@@ -1,16 +1,16 @@
-"""The model card (README.md) of a compressed checkpoint: metadata for the Hub, and what a reader wants to know."""
+"""The model card (README.md) of a compressed checkpoint or of an export: metadata for the Hub, then what a reader wants
+to know: what it is, what was measured, how to load it, what changed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from huggingface_hub import ModelCardData
 
-from compressor.report.card_metadata import list_problems
-from compressor.report.markup import last_part
-from compressor.report.scores import harmless, list_scores, name_text, plain, texts_of, words_of
-from compressor.report.tables import name_replacement, task_row, text_row
+from compressor.report.card_metadata import clean_name, list_problems, list_scores, name_text, remove_markup, text_words
+from compressor.report.export_record import ExportRecord
+from compressor.report.formats import last_part, name_replacement
+from compressor.report.record import Record, SavedRecord
+from compressor.report.record_parts import Block, SavedBlock, Source, Speed, TextResult, present
+from compressor.report.tables import task_row, text_row
 from compressor.runtime.card_rules import carry_over
 from compressor.runtime.errors import visible
 from compressor.runtime.names import UNNAMED
@@ -21,18 +21,41 @@ TAGS = ["compressor", "compressed", "linear-ffn"]
 # Of the four relations that the Hub knows this is the nearest: the same model in fewer bytes, made without training.
 # A finetune would have been trained; and config.json has a quantization_config, which the Hub reads the same way.
 RELATION = "quantized"
-Record = Mapping[str, Any]
 
 
-def card(report: Record, *, picture: bool = False, repo: str | None = None) -> str:
-    """What it is, what was measured, what changed, how to load it. Sections without a measurement are left out.
+def card(record: Record | SavedRecord, *, picture: bool = False, repo: str | None = None) -> str:
+    """The card of a compressed checkpoint. Sections without a measurement are left out.
 
-    `picture`: the profile lies beside it. `repo`: where it will stand, for the examples to be copied from.
+    `picture`: whether the figure of the profile lies beside it. `repo`: the repository that the examples load from.
     """
-    place = repo or "DIRECTORY"
-    sections = [*opening(report), *measured(report), *loading(report, place), *blocks(report, picture)]
-    text = "\n".join([*sections, *reproducing(report), limits(report)])
-    return with_metadata(text, metadata(report))
+    sections = [
+        *opening_section(record),
+        *measured_section(record),
+        *loading_section(record, repo or "DIRECTORY"),
+        *blocks_section(record, picture),
+        *reproducing_section(record),
+        limits_section(record),
+    ]
+    return with_metadata("\n".join(sections), card_metadata(record))
+
+
+def export_card(export: ExportRecord, record: Record | SavedRecord | None) -> str:
+    """The card of an exported directory; `record` is of the compressed checkpoint, where it has one."""
+    sizes = export.parameters
+    name = title(record.source) if record else "A compressed model"
+    data = card_metadata(record) if record else ModelCardData(pipeline_tag="text-generation", tags=TAGS)
+    data["library_name"] = "onnx" if export.to == "onnx" else "transformers"
+    sections = [
+        f"# {escape(name)}, compressed, as {EXPORT_FORMS[export.to]}\n",
+        f"Written by `compress export --to {export.to}` (compressor {escape(export.tool.version)}) from a "
+        f"checkpoint whose feed-forward blocks were replaced in closed form. It computes the same: logits differ by "
+        f"{present(export.checked.logits_off):.1g} of the largest, in float32. Parameters: source {sizes.source:,}, "
+        f"compressed {sizes.compressed:,}, in this form {sizes.exported:,}.\n",
+        f"## Run\n\n{RUNNING[export.to]}",
+    ]
+    if record:
+        sections += [*measured_section(record), EXPORT_NOTE, limits_section(record)]
+    return with_metadata("\n".join(sections), data)
 
 
 def with_metadata(text: str, data: ModelCardData) -> str:
@@ -40,153 +63,186 @@ def with_metadata(text: str, data: ModelCardData) -> str:
     content = f"---\n{data.to_yaml()}\n---\n\n{text}"
     if not list_problems(content):
         return content
-    plain_data = ModelCardData(library_name=data.library_name, pipeline_tag=data.pipeline_tag, tags=TAGS)
-    return f"---\n{plain_data.to_yaml()}\n---\n\n{text}"
+    reduced = ModelCardData(library_name=data.library_name, pipeline_tag=data.pipeline_tag, tags=TAGS)
+    return f"---\n{reduced.to_yaml()}\n---\n\n{text}"
 
 
-def metadata(report: Record) -> ModelCardData:
-    source = report["source"]
+def card_metadata(record: Record | SavedRecord) -> ModelCardData:
+    source = record.source
     base = base_of(source)
-    scores = list_scores(report)
+    scores = list_scores(record)
     data = ModelCardData(
         base_model=base,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=[*TAGS, *([str(source["model_type"])] if is_repo_id(source.get("model_type")) else [])],
-        model_name=harmless(f"{title(source)}-compressed") if scores else None,
+        tags=[*TAGS, *([source.model_type] if is_repo_id(source.model_type) else [])],
+        model_name=remove_markup(f"{title(source)}-compressed") if scores else None,
         eval_results=scores or None,
-        **carry_over(source.get("card") or {}),
+        **carry_over(source.card),
     )
     if base:
         data["base_model_relation"] = RELATION
     return data
 
 
-def base_of(source: Record) -> str | None:
+def base_of(source: Source) -> str | None:
     """The repository that the source is, or that it says it was made from; never a directory."""
-    if is_hub_id(source["model"], source.get("revision")):
-        return str(source["model"])
-    named = (source.get("card") or {}).get("base_model")
+    if is_hub_id(source.model, source.revision):
+        return source.model
+    named = source.card.get("base_model")
     return named if is_repo_id(named) else None
 
 
-def title(source: Record) -> str:
-    """A card is made to be published: no local paths."""
-    name = str(source["model"])
-    return plain(name if is_hub_id(name, source.get("revision")) else last_part(name))
+def title(source: Source) -> str:
+    """The source's name without local paths: a card is made to be published."""
+    return clean_name(source.model if is_hub_id(source.model, source.revision) else last_part(source.model))
 
 
-def opening(report: Record) -> list[str]:
-    source = report["source"]
+def opening_section(record: Record | SavedRecord) -> list[str]:
+    source = record.source
     name, base = title(source), base_of(source)
     origin = f"[{escape(base)}](https://huggingface.co/{base})" if base == name else escape(name)
     lines = [
         f"# {escape(name)}, compressed\n",
-        f"A smaller copy of {origin} ({escape(source.get('model_type'))}), made by compressor "
-        f"{escape(report['tool'].get('version'))}: some of its feed-forward blocks are replaced by smaller maps "
+        f"A smaller copy of {origin} ({escape(source.model_type)}), made by compressor "
+        f"{escape(record.tool.version)}: some of its feed-forward blocks are replaced by smaller maps "
         "in closed form. Nothing was trained.\n",
     ]
-    if "perplexity" in report:
-        size = report["parameters"]
+    if isinstance(record, Record):
+        size = record.parameters
+        changes = "; ".join(change_of(name, text) for name, text in record.text_results().items())
         lines.append(
-            f"**{size['removed_fraction']:.1%} of the parameters are gone** ({size['before']:,} → {size['after']:,}), "
-            f"and {'; '.join(map(promise, texts_of(report).items()))}.\n"
+            f"**{present(size.removed_fraction):.1%} of the parameters are gone** ({present(size.before):,} → "
+            f"{present(size.after):,}), and {changes}.\n"
         )
     return lines
 
 
-def promise(item: tuple[str, Record]) -> str:
-    name, found = item
+def change_of(name: str, text: TextResult) -> str:
     on = "" if name == UNNAMED else f" on {escape(name)}"
-    return f"perplexity{on} went from {found['baseline']:.3f} to {found['compressed']:.3f} ({found['delta']:+.3f})"
+    return f"perplexity{on} went from {text.baseline:.3f} to {text.compressed:.3f} ({text.delta:+.3f})"
 
 
-def measured(report: Record) -> list[str]:
+def measured_section(record: Record | SavedRecord) -> list[str]:
     """A table of everything that was measured of both models, and what the budget was."""
-    if "perplexity" not in report:
+    if not isinstance(record, Record):
         return ["## Measured\n\nNothing: it was saved through the Python API, without a budget.\n"]
-    texts = texts_of(report)
-    found = [text_row(item) for item in texts.items()]
+    texts, size = record.text_results(), record.parameters
+    rows = [text_row(name, text) for name, text in texts.items()]
     if list(texts) == [UNNAMED]:
-        found[0][0] = "perplexity"
-    found += [task_row(item) for item in (report.get("tasks") or {}).items()]
-    size = report["parameters"]
-    found.append(["parameters", f"{size['before']:,}", f"{size['after']:,}", f"−{size['removed_fraction']:.2%}"])
-    found += speed_rows(report.get("speed") or {})
-    rows = ["| | source | compressed | change | 95 % interval | limit | |", "|---|---:|---:|---:|---|---:|---|"]
-    rows += [f"| {' | '.join([escape(row[0]), *row[1:]])} {'| ' * (7 - len(row))}|" for row in found]
-    confidence = report["budget"]["confidence"]
-    held = "".join(f"- {budget_line(item, confidence)}\n" for item in texts.items())
-    return ["## Measured\n", "\n".join(rows) + "\n", held, where_line(report)]
+        rows[0][0] = "perplexity"
+    rows += [task_row(name, task) for name, task in record.tasks.items()]
+    counts = [f"{present(size.before):,}", f"{present(size.after):,}", f"−{present(size.removed_fraction):.2%}"]
+    rows.append(["parameters", *counts])
+    rows += speed_rows(record.speed) if record.speed else []
+    table = ["| | source | compressed | change | 95 % interval | limit | |", "|---|---:|---:|---:|---|---:|---|"]
+    table += [f"| {' | '.join([escape(row[0]), *row[1:]])} {'| ' * (7 - len(row))}|" for row in rows]
+    confidence = present(record.budget).confidence
+    budgets = "".join(f"- {budget_line(name, text, confidence)}\n" for name, text in texts.items())
+    return ["## Measured\n", "\n".join(table) + "\n", budgets, provenance_line(record)]
 
 
-def budget_line(item: tuple[str, Record], confidence: float) -> str:
-    name, found = item
+def budget_line(name: str, text: TextResult, confidence: float) -> str:
     on = "" if name == UNNAMED else f" on {escape(name)}"
     end = f"the upper end of the rise at {confidence:.0%}" if confidence else "the rise"
     return (
-        f"Budget: perplexity{on} may rise by {found['max_dppl']:.3f} at most ({escape(found['asked'])} was asked for); "
-        f"{end} is {found['delta_upper']:+.3f}, {'inside' if found['passed'] else 'OUTSIDE'}."
+        f"Budget: perplexity{on} may rise by {text.max_dppl:.3f} at most ({escape(text.asked)} was asked for); "
+        f"{end} is {text.delta_upper:+.3f}, {'inside' if text.passed else 'OUTSIDE'}."
     )
 
 
-def where_line(report: Record) -> str:
-    names = ", ".join(name_text(word) for words in words_of(report).values() for word in words)
-    found, looks = report["perplexity"], report.get("verification_looks")
-    looked = f", and which was looked at {looks} times" if isinstance(looks, int) and looks > 1 else ""
+def provenance_line(record: Record) -> str:
+    """Which text the figures were measured on, and how often it was looked at."""
+    names = ", ".join(name_text(word) for words in text_words(record).values() for word in words)
+    perplexity, looks = present(record.perplexity), record.verification_looks
+    looked = f", and which was looked at {looks} times" if looks is not None and looks > 1 else ""
     return (
-        f"Perplexity is measured on {found['tokens']:,} tokens of {escape(names)} in windows of {found['seq_len']} "
-        f"(tokens' sha256 `{short_hash(report['text']['verification']['sha256'])}`), which nothing was fitted "
-        f"on{looked}. Intervals are paired bootstraps over windows, or over a task's documents.\n"
+        f"Perplexity is measured on {perplexity.tokens:,} tokens of {escape(names)} in windows of "
+        f"{perplexity.seq_len} (tokens' sha256 `{short_hash(present(record.text).verification.sha256)}`), which "
+        f"nothing was fitted on{looked}. Intervals are paired bootstraps over windows, or over a task's documents.\n"
     )
 
 
-def speed_rows(speed: Record) -> list[list[str]]:
-    if not speed:
-        return []
-    before, after = speed["flops_before"], speed["flops_after"]
-    rows = [["FLOPs per token", f"{before:,}", f"{after:,}", f"{speed['flops_ratio']:.3f}× fewer"]]
-    for key, name in (("prefill", "prefill, tokens/s"), ("decode", "decoding, tokens/s")):
-        if speed[f"{key}_ratio"]:
-            figures = [f"{speed[f'{key}_{when}']:,.0f}" for when in ("before", "after")]
-            rows.append([name, *figures, f"{speed[f'{key}_ratio']:.3f}× as fast"])
+def speed_rows(speed: Speed) -> list[list[str]]:
+    rows = [["FLOPs per token", f"{speed.flops_before:,}", f"{speed.flops_after:,}", f"{speed.flops_ratio:.3f}× fewer"]]
+    for name, before, after, ratio in (
+        ("prefill, tokens/s", speed.prefill_before, speed.prefill_after, speed.prefill_ratio),
+        ("decoding, tokens/s", speed.decode_before, speed.decode_after, speed.decode_ratio),
+    ):
+        if ratio:
+            rows.append([name, f"{present(before):,.0f}", f"{present(after):,.0f}", f"{ratio:.3f}× as fast"])
     return rows
 
 
-def blocks(report: Record, picture: bool) -> list[str]:
-    shown = f"![R²_lin of every block over depth]({PICTURE})\n\n" if picture else ""
-    what = (
-        "R²_lin is how much of a block's output the best linear map explains, on rows that it was not fitted on.\n"
-        if "perplexity" in report
-        else ""
-    )
-    return [f"## Blocks\n\n{shown}{what}{FORMS}\n{block_list(report['blocks'])}"]
+def blocks_section(record: Record | SavedRecord, picture: bool) -> list[str]:
+    figure = f"![R²_lin of every block over depth]({PICTURE})\n\n" if picture else ""
+    if isinstance(record, Record):
+        return [f"## Blocks\n\n{figure}{LINEARITY}{KINDS}\n{measured_blocks(record.blocks)}"]
+    return [f"## Blocks\n\n{figure}{KINDS}\n{saved_blocks(record.blocks)}"]
 
 
-FORMS = """Now: `linear` is one matrix, `lowrank 48` two thin ones, `pruned 472` so many of the block's own neurons,
-`hybrid 472 rank 48` both, `bias` a constant; a dot is a block that stayed as it was.
-"""
-
-
-def block_list(entries: list[Any]) -> str:
-    if not any("r2_lin" in block for block in entries):
-        rows = ["| block | now |", "|---|---|"]
-        rows += [f"| {escape(block['path'])} | {escape(name_replacement(block['replacement']))} |" for block in entries]
-        return "\n".join(rows) + "\n"
+def measured_blocks(blocks: list[Block]) -> str:
     rows = ["| block | R²_lin | stream R² | verdict | now | parameters |", "|---|---|---|---|---|---|"]
-    for block in entries:
-        before, after = block["params_before"], block["params_after"]
+    for block in blocks:
+        before, after = block.params_before, block.params_after
         size = f"{before:,}" if before == after else f"{before:,} → {after:,}"
-        figures = f"{block['r2_lin']:.3f} | {block['r2_stream']:.3f} | {escape(block['verdict'])}"
-        rows.append(f"| {block['index']} | {figures} | {escape(name_replacement(block['replacement']))} | {size} |")
+        figures = f"{block.r2_lin:.3f} | {block.r2_stream:.3f} | {escape(block.verdict)}"
+        rows.append(f"| {block.index} | {figures} | {escape(name_replacement(block.replacement))} | {size} |")
     return "\n".join(rows) + "\n"
 
 
-def loading(report: Record, place: str) -> list[str]:
-    exports = report["source"].get("exports") or []
-    return [LOADING.replace("DIRECTORY", place), GGUF if "gguf" in exports else DENSE]
+def saved_blocks(blocks: list[SavedBlock]) -> str:
+    rows = ["| block | now |", "|---|---|"]
+    rows += [f"| {escape(block.path)} | {escape(name_replacement(block.replacement))} |" for block in blocks]
+    return "\n".join(rows) + "\n"
 
 
+def loading_section(record: Record | SavedRecord, place: str) -> list[str]:
+    return [LOADING.replace("DIRECTORY", place), GGUF if "gguf" in record.source.exports else DENSE]
+
+
+def reproducing_section(record: Record | SavedRecord) -> list[str]:
+    if not isinstance(record, Record):
+        return []
+    source = record.source
+    revision = f" at revision {escape(source.revision)}" if source.revision else ""
+    return [
+        "## Reproduce\n",
+        "```\ncompress --recipe recipe.yaml --out NEW_DIR   # the same weights from the same source and text\n"
+        "compress check DIR                            # measure both models again\n```\n",
+        f"The source{revision} has weights of sha256 `{short_hash(source.weights_sha256)}`. `recipe.yaml` has every "
+        "setting, `compression.json` every measurement, and `report.html` shows them.\n",
+    ]
+
+
+def limits_section(record: Record | SavedRecord) -> str:
+    license = carry_over(record.source.card).get("license")
+    lines = [
+        "It knows what its source knows, or less: whatever is said of the source's uses, biases and risks holds here.",
+        "What was not measured is not promised: other languages, subjects, lengths and tasks can have lost more."
+        if isinstance(record, Record)
+        else "How much it lost is not known: measure it before it is used.",
+        f"The licence ({license if isinstance(license, str) else ', '.join(license)}) is the source's."
+        if license
+        else "The source's licence is not known here; find out before passing this on.",
+    ]
+    return "## Limits\n\n" + "".join(f"- {line}\n" for line in lines)
+
+
+def short_hash(digest: str) -> str:
+    """The beginning of a hash; inside backticks nothing can be escaped, so nothing but its digits gets there."""
+    return "".join(c for c in digest[:16] if c in "0123456789abcdef") + "…"
+
+
+def escape(text: object) -> str:
+    """A name or path as plain Markdown text."""
+    return "".join(f"\\{c}" if c in "\\`*_{}[]<>()#+!|~&$" else c for c in " ".join(visible(str(text)).split()))
+
+
+LINEARITY = "R²_lin is how much of a block's output the best linear map explains, on rows that it was not fitted on.\n"
+KINDS = """Now: `linear` is one matrix, `lowrank 48` two thin ones, `pruned 472` so many of the block's own neurons,
+`hybrid 472 rank 48` both, `bias` a constant; a dot is a block that stayed as it was.
+"""
 LOADING = """## Load
 
 With transformers alone; it runs `modeling_compressor.py`, which comes with the weights:
@@ -227,41 +283,48 @@ compress export DIR --to hf-dense --out DENSE_DIR
 
 `--to onnx` and, for Llama-type models, `--to gguf` write it for others.
 """
+EXPORT_FORMS = {"hf-dense": "a stock checkpoint", "onnx": "an ONNX graph", "vllm": "a checkpoint for vLLM"}
+EXPORT_NOTE = (
+    "This table is of the compressed checkpoint; in this form the outputs are the same, size and speed are not.\n"
+)
+RUNNING = {
+    "hf-dense": """Stock transformers, no code beside the weights:
 
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-def reproducing(report: Record) -> list[str]:
-    if "perplexity" not in report:
-        return []
-    source = report["source"]
-    revision = f" at revision {escape(source['revision'])}" if source.get("revision") else ""
-    return [
-        "## Reproduce\n",
-        "```\ncompress --recipe recipe.yaml --out NEW_DIR   # the same weights from the same source and text\n"
-        "compress check DIR                            # measure both models again\n```\n",
-        f"The source{revision} has weights of sha256 `{short_hash(source['weights_sha256'])}`. `recipe.yaml` has every "
-        "setting, `compression.json` every measurement, and `report.html` shows them.\n",
-    ]
+model = AutoModelForCausalLM.from_pretrained("DIRECTORY")
+tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")
+```
+""",
+    "vllm": """Written for vLLM's DeciLMForCausalLM (`nemotron-nas`), after its source. **It has not been run in vLLM.**
+`--trust-remote-code` runs `configuration_decilm.py`, which only reads the widths of the blocks:
 
+```
+vllm serve DIRECTORY --trust-remote-code
+```
+""",
+    "onnx": """ONNX Runtime, greedy, with the key-value cache where the graph has one:
 
-def limits(report: Record) -> str:
-    license = carry_over(report["source"].get("card") or {}).get("license")
-    lines = [
-        "It knows what its source knows, or less: whatever is said of the source's uses, biases and risks holds here.",
-        "What was not measured is not promised: other languages, subjects, lengths and tasks can have lost more."
-        if "perplexity" in report
-        else "How much it lost is not known: measure it before it is used.",
-        f"The licence ({license if isinstance(license, str) else ', '.join(license)}) is the source's."
-        if license
-        else "The source's licence is not known here; find out before passing this on.",
-    ]
-    return "## Limits\n\n" + "".join(f"- {line}\n" for line in lines)
+```python
+import numpy as np
+import onnxruntime
+from transformers import AutoTokenizer
 
-
-def short_hash(digest: Any) -> str:
-    """The beginning of a hash; inside backticks nothing can be escaped, so nothing but its digits gets there."""
-    return "".join(c for c in str(digest)[:16] if c in "0123456789abcdef") + "…"
-
-
-def escape(text: Any) -> str:
-    """A name or path as plain Markdown text."""
-    return "".join(f"\\{c}" if c in "\\`*_{}[]<>()#+!|~&$" else c for c in " ".join(visible(str(text)).split()))
+session = onnxruntime.InferenceSession("DIRECTORY/model.onnx")
+tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")
+shapes = {entry.name: entry.shape for entry in session.get_inputs()}
+names = [entry.name for entry in session.get_outputs()]
+past = {name: np.zeros((1, s[1], 0, s[3]), np.float32) for name, s in shapes.items() if name.startswith("past")}
+ids = tokens = tokenizer("It was", return_tensors="np")["input_ids"]
+for _ in range(20):
+    positions = np.arange(ids.shape[1] - tokens.shape[1], ids.shape[1])[None]
+    feeds = {"input_ids": tokens, "attention_mask": np.ones_like(ids), "position_ids": positions, **past}
+    outputs = dict(zip(names, session.run(names, {name: feeds[name] for name in shapes})))
+    ids = np.concatenate([ids, outputs["logits"][:, -1:].argmax(-1)], axis=1)
+    past = {name: outputs[name.replace("past_key_values", "present")] for name in past}
+    tokens = ids[:, -1:] if past else ids
+print(tokenizer.decode(ids[0]))
+```
+""",
+}

@@ -1,66 +1,65 @@
-"""The gate's verdict for machines that read it: a JUnit file, and the summary page of a GitHub job."""
+"""The verdict of a check as files for machines: a JUnit file, and the summary page of a GitHub job."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 from compressor.report.card import escape
+from compressor.report.formats import MISSING
+from compressor.report.record import Record
 from compressor.runtime.errors import InputError
 from compressor.runtime.progress import Progress
 
 NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def junit(report: Mapping[str, Any]) -> str:
+def junit(record: Record) -> str:
     """One test case per check; warnings stand in the suite's output."""
-    checks = report["checks"]
-    failed = [check for check in checks if not check["passed"]]
-    seconds = f"{report['timings']['total']:.3f}"
-    totals = {"tests": str(len(checks)), "failures": str(len(failed)), "errors": "0", "time": seconds}
+    failed = [check for check in record.checks if not check.passed]
+    seconds = f"{record.timings['total']:.3f}"
+    totals = {"tests": str(len(record.checks)), "failures": str(len(failed)), "errors": "0", "time": seconds}
     root = ElementTree.Element("testsuites", {"name": "compress check", **totals})
-    suite = ElementTree.SubElement(root, "testsuite", {"name": xml(report["directory"]), "skipped": "0", **totals})
-    for check in checks:
+    name = remove_controls(str(record.directory))
+    suite = ElementTree.SubElement(root, "testsuite", {"name": name, "skipped": "0", **totals})
+    for check in record.checks:
         case = ElementTree.SubElement(
-            suite, "testcase", {"classname": "compress.check", "name": xml(check["name"]), "time": "0"}
+            suite, "testcase", {"classname": "compress.check", "name": remove_controls(check.name), "time": "0"}
         )
-        said = f"{figure(check['measured'])} (limit {figure(check['limit'])}): {check['detail']}"
-        if check["passed"]:
-            ElementTree.SubElement(case, "system-out").text = xml(said)
+        message = remove_controls(f"{figure(check.measured)} (limit {figure(check.limit)}): {check.detail}")
+        if check.passed:
+            ElementTree.SubElement(case, "system-out").text = message
         else:
-            ElementTree.SubElement(case, "failure", {"message": xml(said), "type": "budget"}).text = xml(said)
-    if report["warnings"]:
-        ElementTree.SubElement(suite, "system-err").text = xml("\n".join(report["warnings"]))
+            ElementTree.SubElement(case, "failure", {"message": message, "type": "budget"}).text = message
+    if record.warnings:
+        ElementTree.SubElement(suite, "system-err").text = remove_controls("\n".join(record.warnings))
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def summary(report: Mapping[str, Any]) -> str:
+def summary(record: Record) -> str:
     """A Markdown table of the checks, as GitHub shows it on the page of a job."""
-    word = "passed" if report["passed"] else "FAILED"
     lines = [
-        f"## compress check: {word}",
+        f"## compress check: {'passed' if record.passed else 'FAILED'}",
         "",
-        f"{escape(report['directory'])} against {escape(report['source']['model'])}",
+        f"{escape(record.directory)} against {escape(record.source.model)}",
     ]
     lines += ["", "| check | measured | limit | | |", "|---|---:|---:|---|---|"]
-    for check in report["checks"]:
-        verdict = "passed" if check["passed"] else "**FAILED**"
-        figures = f"{figure(check['measured'])} | {figure(check['limit'])}"
-        lines.append(f"| {escape(check['name'])} | {figures} | {verdict} | {escape(check['detail'])} |")
-    lines += ["", *(f"- warning: {escape(warning)}" for warning in report["warnings"])]
+    for check in record.checks:
+        verdict = "passed" if check.passed else "**FAILED**"
+        figures = f"{figure(check.measured)} | {figure(check.limit)}"
+        lines.append(f"| {escape(check.name)} | {figures} | {verdict} | {escape(check.detail)} |")
+    lines += ["", *(f"- warning: {escape(warning)}" for warning in record.warnings)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def append_summary(file: str, report: Mapping[str, Any], progress: Progress) -> None:
+def append_summary(file: str, record: Record, progress: Progress) -> None:
     """A summary that cannot be written does not change the verdict."""
     try:
         with open(file, "a", encoding="utf-8") as out:
-            out.write(summary(report) + "\n")
+            out.write(summary(record) + "\n")
     except OSError as error:
         progress.say(f"warning: the step summary {file} cannot be written: {error.strerror}")
 
@@ -75,9 +74,9 @@ def refuse_unwritable(option: str, file: Path | None) -> None:
 
 
 def figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:+.4f}" if abs(value) < 10 else f"{value:.3f}"
+    return MISSING if value is None else f"{value:+.4f}" if abs(value) < 10 else f"{value:.3f}"
 
 
-def xml(text: str) -> str:
-    """Without the characters that no XML file may hold."""
-    return NOT_XML.sub("\ufffd", str(text))
+def remove_controls(text: str) -> str:
+    """The text with a replacement character for every character that XML does not allow."""
+    return NOT_XML.sub("\ufffd", text)

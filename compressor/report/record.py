@@ -171,7 +171,7 @@ def read_record(directory: Path) -> Record | SavedRecord:
         raise InputError(f"{directory} has no {RECORD}: it was not written by compress")
     values = read_json(file, str(directory))
     try:
-        return (Record if "perplexity" in values else SavedRecord).model_validate(values)
+        return (SavedRecord if values.get("perplexity") is None else Record).model_validate(values)
     except ValidationError as error:
         raise InputError(f"{file} is not a compression record of schema 1: {list_mistakes(error)}") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -12,6 +12,7 @@ Figure = Annotated[float, BeforeValidator(lambda value: math.nan if value is Non
 Interval = Annotated[tuple[Figure, Figure], Field(strict=False)]
 Count = Annotated[int, Field(ge=0)]
 Verdict = Literal["safe", "costly", "unsafe"]
+Value = TypeVar("Value")
 
 
 class Part(BaseModel):
@@ -20,8 +21,15 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, protected_namespaces=())
 
     def to_json_value(self) -> dict[str, Any]:
-        """The part as plain values, with the fields that were set."""
-        return self.model_dump(exclude_unset=True)
+        """The part as plain values under the keys of its file; what was never set has no key."""
+        return self.model_dump(exclude_unset=True, by_alias=True)
+
+
+def present(value: Value | None) -> Value:
+    """A value that records of this kind always have, though others may lack it."""
+    if value is None:
+        raise ValueError("the record lacks a part that is to be shown")
+    return value
 
 
 class Tool(Part):

@@ -1,210 +1,218 @@
-"""What a person sees on the terminal: tables and lines made from a record."""
+"""What a person sees on the terminal after compressing, planning, checking, exporting or pushing a model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text as Styled
 
+from compressor.report.export_record import ExportRecord, PushRecord
+from compressor.report.formats import MISSING, name_replacement
+from compressor.report.record import Record, SavedRecord
+from compressor.report.record_parts import Check, Parameters, PerplexityChange, TaskResult, TextResult, present
 from compressor.runtime.names import UNNAMED
+from compressor.runtime.resources import amount
+
+COLOURS = {"FAILED": "bold red", "passed": "green"}
 
 
-def name_replacement(replacement: Mapping[str, Any]) -> str:
-    kind, rank, neurons = (replacement.get(key) for key in ("kind", "rank", "neurons"))
-    if kind == "keep":
-        return "·"
-    words = [str(kind), str(neurons) if neurons else "", f"rank {rank}" if rank and neurons else str(rank or "")]
-    return " ".join(word for word in words if word)
+def make_table(columns: Iterable[str], left: Iterable[str], title: str | None = None) -> Table:
+    """An empty table without lines; the columns named in `left` are words, the others numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold", title=title and Styled(title), title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    return table
 
 
-def block_table(report: Mapping[str, Any]) -> Table:
-    """One line per block: how linear, which verdict, what stands there now."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("block", "R²_lin", "95 % interval", "stream R²", "top rows", "verdict", "replacement", "parameters"):
-        table.add_column(name, justify="left" if name in ("verdict", "replacement") else "right", no_wrap=True)
-    for block in report["blocks"]:
-        low, high = block["r2_lin_ci95"]
-        before, after = block["params_before"], block["params_after"]
+def block_table(record: Record) -> Table:
+    """One line per block: how linear it is, its verdict, and what stands there now."""
+    columns = ("block", "R²_lin", "95 % interval", "stream R²", "top rows", "verdict", "replacement", "parameters")
+    table = make_table(columns, left=("verdict", "replacement"))
+    for block in record.blocks:
+        low, high = block.r2_lin_ci95
+        before, after = block.params_before, block.params_after
         table.add_row(
-            str(block["index"]),
-            f"{block['r2_lin']:.3f}",
+            str(block.index),
+            f"{block.r2_lin:.3f}",
             f"{low:.3f} … {high:.3f}",
-            f"{block['r2_stream']:.3f}",
-            f"{block['top_row_share']:.0%}",
-            block["verdict"],
-            name_replacement(block["replacement"]),
+            f"{block.r2_stream:.3f}",
+            f"{block.top_row_share:.0%}",
+            block.verdict,
+            name_replacement(block.replacement),
             f"{before:,}" if after == before else f"{before:,} → {after:,} ({before / after:.1f}×)",
-            style="green" if after != before else "yellow" if block["verdict"] == "unsafe" else "",
+            style="green" if after != before else "yellow" if block.verdict == "unsafe" else "",
         )
     return table
 
 
-def notes(report: Mapping[str, Any]) -> list[str]:
-    """What a person should not miss: which blocks must not be touched, and why; and too few rows."""
-    lines = [f"block {b['index']} is unsafe: {b['reason']}" for b in report["blocks"] if b["verdict"] == "unsafe"]
-    rows = report.get("rows", {}).get("fitted", 0)
-    wide = max((b["effective_rank"] for b in report["blocks"]), default=0)
+def notes(record: Record) -> list[str]:
+    """Which blocks must not be touched, and why; and whether too few rows were fitted."""
+    lines = [f"block {block.index} is unsafe: {block.reason}" for block in record.blocks if block.verdict == "unsafe"]
+    rows = record.rows.fitted if record.rows else 0
+    wide = max((block.effective_rank for block in record.blocks), default=0)
     if 0 < rows < 4 * wide:
         lines.append(f"only {rows} rows were fitted: R²_lin is pessimistic; raise --calib-tokens")
     return lines
 
 
-def perplexity_line(perplexity: Mapping[str, Any]) -> str:
-    low, high = perplexity["delta_ci95"]
+def perplexity_line(change: PerplexityChange) -> str:
+    low, high = change.delta_ci95
     return (
-        f"perplexity {perplexity['baseline']:.3f} → {perplexity['compressed']:.3f}  (Δ {perplexity['delta']:+.3f}, "
-        f"95 % interval {low:+.3f} … {high:+.3f}; {perplexity['tokens']:,} tokens, windows of {perplexity['seq_len']})"
+        f"perplexity {change.baseline:.3f} → {change.compressed:.3f}  (Δ {change.delta:+.3f}, "
+        f"95 % interval {low:+.3f} … {high:+.3f}; {change.tokens:,} tokens, windows of {change.seq_len})"
     )
 
 
-def parameters_line(parameters: Mapping[str, Any]) -> str:
-    return (
-        f"parameters {parameters['before']:,} → {parameters['after']:,}  (−{parameters['removed']:,}, "
-        f"{parameters['removed_fraction']:.2%} of the model)"
-    )
+def parameters_line(parameters: Parameters) -> str:
+    before, after, removed = (present(n) for n in (parameters.before, parameters.after, parameters.removed))
+    fraction = present(parameters.removed_fraction)
+    return f"parameters {before:,} → {after:,}  (−{removed:,}, {fraction:.2%} of the model)"
 
 
-def text_lines(report: Mapping[str, Any]) -> list[str]:
+def text_lines(record: Record) -> list[str]:
     """Two lines per text: its perplexity and its budget."""
-    confidence = report["budget"]["confidence"]
+    confidence = present(record.budget).confidence
+    end = f"upper end at {confidence:.0%}" if confidence else "point estimate"
     lines = []
-    texts = report.get("texts") or {UNNAMED: {**report["perplexity"], **report["budget"]}}
-    for name, found in texts.items():
-        held = "inside" if found["delta_upper"] <= found["max_dppl"] else "OUTSIDE"
-        end = f"upper end at {confidence:.0%}" if confidence else "point estimate"
-        budget = f"budget +{found['max_dppl']:.3f} ({found['asked']}): {held} ({end} {found['delta_upper']:+.3f})"
+    for name, text in record.text_results().items():
+        held = "inside" if text.delta_upper <= text.max_dppl else "OUTSIDE"
+        budget = f"budget +{text.max_dppl:.3f} ({text.asked}): {held} ({end} {text.delta_upper:+.3f})"
         prefix = "" if name == UNNAMED else f"{name}: "
-        lines += [prefix + perplexity_line(found), prefix + budget]
+        lines += [prefix + perplexity_line(text), prefix + budget]
     return lines
 
 
-def task_lines(report: Mapping[str, Any]) -> list[str]:
+def task_lines(record: Record) -> list[str]:
     lines = []
-    for name, found in report.get("tasks", {}).items():
-        low, high = found["drop_ci95"]
-        limit = found["max_drop"]
-        held = "no budget" if limit is None else f"budget {limit:g}: {'inside' if found['passed'] else 'OUTSIDE'}"
+    for name, task in record.tasks.items():
+        low, high = task.drop_ci95
+        limit = task.max_drop
+        held = "no budget" if limit is None else f"budget {limit:g}: {'inside' if task.passed else 'OUTSIDE'}"
         lines.append(
-            f"task {name} ({found['metric']}) {found['source']:.4f} → {found['compressed']:.4f}  (drop "
-            f"{found['drop']:+.4f}, 95 % interval {low:+.4f} … {high:+.4f}; {found['documents']:,} documents, "
-            f"{found['changed']} changed; {held})"
+            f"task {name} ({task.metric}) {task.source:.4f} → {task.compressed:.4f}  (drop "
+            f"{task.drop:+.4f}, 95 % interval {low:+.4f} … {high:+.4f}; {task.documents:,} documents, "
+            f"{task.changed} changed; {held})"
         )
     return lines
 
 
-def talk_lines(report: Mapping[str, Any]) -> list[str]:
-    found = report.get("generation")
-    if not found:
+def generation_lines(record: Record) -> list[str]:
+    """How the compressed model writes, compared with its source."""
+    generation = record.generation
+    if generation is None:
         return []
-    repeated, pairs = found["repetition"], found["distinct"]["2"]
+    repetition, pairs = generation.repetition, generation.distinct.get("2")
     return [
-        f"writes as its source in {found['agreement']:.1%} of places ({found['prompts']} prompts, {found['tokens']} "
-        f"tokens each); repetition {repeated['source']:.2f} → {repeated['compressed']:.2f}, distinct pairs "
-        f"{pairs['source']:.2f} → {pairs['compressed']:.2f}"
+        f"writes as its source in {generation.agreement:.1%} of places ({generation.prompts} prompts, "
+        f"{generation.tokens} tokens each); repetition {repetition.source:.2f} → {repetition.compressed:.2f}"
+        + (f", distinct pairs {pairs.source:.2f} → {pairs.compressed:.2f}" if pairs else "")
     ]
 
 
-def hurt_line(report: Mapping[str, Any]) -> list[str]:
+def breakdown_lines(record: Record) -> list[str]:
     """The kind of token that pays most, in one line; the page has the rest."""
-    bands = (report.get("where") or {}).get("frequency") or []
-    rises = {n: band["nats"] * band["tokens"] for n, band in enumerate(bands) if band["nats"] > 0}
+    bands = record.where.frequency if record.where else []
+    rises = {n: band.nats * band.tokens for n, band in enumerate(bands) if band.nats > 0}
     if not rises:
         return []
     most = max(rises, key=lambda n: rises[n])
     worst, share = bands[most], rises[most] / sum(rises.values())  # bands that gained do not count against it
     return [
-        f"hurts most: tokens by frequency {worst['band']}, {share:.0%} of the rise (perplexity "
-        f"{worst['baseline']:.2f} → {worst['compressed']:.2f})"
+        f"hurts most: tokens by frequency {worst.band}, {share:.0%} of the rise (perplexity "
+        f"{worst.baseline:.2f} → {worst.compressed:.2f})"
     ]
 
 
-def check_table(report: Mapping[str, Any]) -> Table:
+def check_table(record: Record) -> Table:
     """One line per text, task and figure of the baseline: what was measured, and what was promised."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("check", "source", "compressed", "change", "95 % interval", "limit", "verdict"):
         table.add_column(name, justify="left" if name in ("check", "verdict") else "right", overflow="fold")
-    rows = [*map(text_row, report["texts"].items()), *map(task_row, report["tasks"].items())]
-    earlier = (check for check in report["checks"] if check["name"].startswith("baseline "))
-    for row in [*rows, *map(baseline_row, earlier)]:
-        table.add_row(*map(Styled, row), style={"FAILED": "bold red", "passed": "green"}.get(row[-1], ""))
+    rows = [text_row(name, text) for name, text in record.texts.items()]
+    rows += [task_row(name, task) for name, task in record.tasks.items()]
+    rows += [baseline_row(check) for check in record.checks if check.name.startswith("baseline ")]
+    for row in rows:
+        table.add_row(*map(Styled, row), style=COLOURS.get(row[-1], ""))
     return table
 
 
-def verdict(passed: bool | None) -> str:
+def name_verdict(passed: bool | None) -> str:
     return "no budget" if passed is None else "passed" if passed else "FAILED"
 
 
-def text_row(item: tuple[str, Mapping[str, Any]]) -> list[str]:
-    name, found = item
-    low, high = found["delta_ci95"]
-    figures = f"{found['baseline']:.3f}", f"{found['compressed']:.3f}", f"{found['delta']:+.3f}"
-    limit = f"{found['max_dppl']:+.3f}"
-    return [f"perplexity {name}", *figures, f"{low:+.3f} … {high:+.3f}", limit, verdict(found["passed"])]
+def text_row(name: str, text: TextResult) -> list[str]:
+    low, high = text.delta_ci95
+    figures = f"{text.baseline:.3f}", f"{text.compressed:.3f}", f"{text.delta:+.3f}"
+    limit = f"{text.max_dppl:+.3f}"
+    return [f"perplexity {name}", *figures, f"{low:+.3f} … {high:+.3f}", limit, name_verdict(text.passed)]
 
 
-def task_row(item: tuple[str, Mapping[str, Any]]) -> list[str]:
+def task_row(name: str, task: TaskResult) -> list[str]:
     """The change has the sign of the metric; a drop is a change for the worse."""
-    name, found = item
-    sign = -1 if found["higher_is_better"] else 1
-    low, high = sorted(sign * end + 0.0 for end in found["drop_ci95"])  # no minus before a zero
-    limit = "–" if found["max_drop"] is None else f"{sign * found['max_drop']:+.4f}"
-    figures = f"{found['source']:.4f}", f"{found['compressed']:.4f}", f"{sign * found['drop'] + 0.0:+.4f}"
-    label = f"task {name} ({found['metric']}, {found['documents']} documents)"
-    return [label, *figures, f"{low:+.4f} … {high:+.4f}", limit, verdict(found["passed"])]
+    sign = -1 if task.higher_is_better else 1
+    low, high = sorted(sign * end + 0.0 for end in task.drop_ci95)  # no minus before a zero
+    limit = MISSING if task.max_drop is None else f"{sign * task.max_drop:+.4f}"
+    figures = f"{task.source:.4f}", f"{task.compressed:.4f}", f"{sign * task.drop + 0.0:+.4f}"
+    label = f"task {name} ({task.metric}, {task.documents} documents)"
+    return [label, *figures, f"{low:+.4f} … {high:+.4f}", limit, name_verdict(task.passed)]
 
 
-def baseline_row(check: Mapping[str, Any]) -> list[str]:
-    measured, limit = ("–" if check[key] is None else f"{check[key]:.4f}" for key in ("measured", "limit"))
-    here = ["", measured] if check["name"].endswith("compressed") else [measured, ""]
-    return [check["name"], *here, "", "", limit, verdict(check["passed"])]
+def baseline_row(check: Check) -> list[str]:
+    measured, limit = (MISSING if value is None else f"{value:.4f}" for value in (check.measured, check.limit))
+    figures = ["", measured] if check.name.endswith("compressed") else [measured, ""]
+    return [check.name, *figures, "", "", limit, name_verdict(check.passed)]
 
 
-def plan_lines(report: Mapping[str, Any], file: Path) -> list[str]:
-    selection = [f"selection {name}: {perplexity_line(found)}" for name, found in report["selection"].items()]
-    size = parameters_line(report["parameters"])
-    return [*notes(report), *agreement_lines(report), *selection, size, f"plan: {file}"]
+def plan_lines(record: Record, file: Path) -> list[str]:
+    selection = [f"selection {name}: {perplexity_line(change)}" for name, change in record.selection.items()]
+    size = parameters_line(record.parameters)
+    return [*notes(record), *agreement_lines(record), *selection, size, f"plan: {file}"]
 
 
-def frontier_table(report: Mapping[str, Any]) -> Table:
-    """One line per budget: what goes, and what it costs on the selection text."""
+def frontier_table(record: Record) -> Table:
+    """One line per budget: what is removed, and what it costs on the selection text."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("budget", "removed", "parameters", "FLOPs per token", "ΔPPL", "95 % interval", "blocks", "plan"):
         table.add_column(name, justify="left" if name == "plan" else "right")
-    for point in report["frontier"]:
-        if not point["removed"]:
-            table.add_row(point["asked"], "0", "·", "·", "·", "·", "0", "nothing fits")
+    for point in record.frontier:
+        if not point.removed:
+            table.add_row(point.asked, "0", "·", "·", "·", "·", "0", "nothing fits")
             continue
-        worst = max(point["texts"].values(), key=lambda text: text["delta"] / text["baseline"])
-        low, high = worst["delta_ci95"]
+        worst = max(point.texts.values(), key=lambda text: text.delta / text.baseline)
+        low, high = worst.delta_ci95
         table.add_row(
-            point["asked"],
-            f"{point['removed_fraction']:.2%}",
-            f"−{point['removed']:,}",
-            f"{point['flops_ratio']:.3f}× fewer",
-            f"{worst['delta']:+.3f}",
+            point.asked,
+            f"{point.removed_fraction:.2%}",
+            f"−{point.removed:,}",
+            f"{present(point.flops_ratio):.3f}× fewer",
+            f"{worst.delta:+.3f}",
             f"{low:+.3f} … {high:+.3f}",
-            str(point["blocks"]),
-            Path(point["file"]).name,
+            str(point.blocks),
+            Path(present(point.file)).name,
         )
     return table
 
 
-def frontier_lines(report: Mapping[str, Any], file: Path) -> list[str]:
-    text = report["text"]
-    where = f"ΔPPL on the selection text, {text['selection']['tokens']:,} tokens, windows of {text['seq_len']}"
+def frontier_lines(record: Record, file: Path) -> list[str]:
+    text = present(record.text)
+    selection = present(text.selection)
+    where = f"ΔPPL on the selection text, {selection.tokens:,} tokens, windows of {text.seq_len}"
     note = "before compensation, which `compress MODEL --max-dppl …` adds"
-    return [*agreement_lines(report), f"{where}; {note}", f"written: {', '.join([str(file), *report['figures']])}"]
+    return [*agreement_lines(record), f"{where}; {note}", f"written: {', '.join([str(file), *record.figures])}"]
 
 
-def result_lines(report: Mapping[str, Any]) -> list[str]:
-    warnings = [f"warning: {warning}" for warning in report["warnings"]]
-    figures = [*text_lines(report), *task_lines(report), *talk_lines(report), *hurt_line(report)]
-    size = [parameters_line(report["parameters"]), *speed_lines(report)]
-    done = [time_line(report["timings"]), f"written to {report['out']}"]
-    return [*notes(report), *agreement_lines(report), *warnings, *figures, *size, *done]
+def result_lines(record: Record) -> list[str]:
+    """What a run of the whole job came to."""
+    figures = [*text_lines(record), *task_lines(record), *generation_lines(record), *breakdown_lines(record)]
+    size = [parameters_line(record.parameters), *speed_lines(record)]
+    done = [time_line(record.timings), f"written to {record.out}"]
+    return [*notes(record), *agreement_lines(record), *warning_lines(record), *figures, *size, *done]
+
+
+def warning_lines(record: Record) -> list[str]:
+    return [f"warning: {warning}" for warning in record.warnings]
 
 
 def time_line(timings: Mapping[str, float]) -> str:
@@ -218,53 +226,105 @@ def time_line(timings: Mapping[str, float]) -> str:
     return f"took {total:.0f} s{passes} ({longest})"
 
 
-def speed_lines(report: Mapping[str, Any]) -> list[str]:
-    found = report.get("speed")
-    if not found:
+def speed_lines(record: Record) -> list[str]:
+    speed = record.speed
+    if speed is None:
         return []
-    flops = f"FLOPs per token {found['flops_before']:,} → {found['flops_after']:,}  ({found['flops_ratio']:.3f}× fewer)"
-    if not found["prefill_ratio"] or not found["decode_ratio"]:
+    flops = f"FLOPs per token {speed.flops_before:,} → {speed.flops_after:,}  ({speed.flops_ratio:.3f}× fewer)"
+    if not speed.prefill_ratio or not speed.decode_ratio:
         return [f"{flops}; speed not measured, for the weights were on disk"]
     return [
-        f"{flops}; measured in turns: prefill {found['prefill_ratio']:.3f}× as fast ({found['prefill_after']:.0f} "
-        f"tokens/s), decoding {found['decode_ratio']:.3f}× ({found['decode_after']:.0f} tokens/s)"
+        f"{flops}; measured in turns: prefill {speed.prefill_ratio:.3f}× as fast ({present(speed.prefill_after):.0f} "
+        f"tokens/s), decoding {speed.decode_ratio:.3f}× ({present(speed.decode_after):.0f} tokens/s)"
     ]
 
 
-def agreement_lines(report: Mapping[str, Any]) -> list[str]:
-    found = report.get("agreement") or {}
-    correlation = found.get("rank_correlation")
-    if correlation is None:
+def agreement_lines(record: Record) -> list[str]:
+    """Whether the predictions of the loss held."""
+    agreement = record.agreement
+    if agreement is None or agreement.rank_correlation is None:
         return []
-    blocks = len(found["blocks"])
+    blocks, correlation = len(agreement.blocks), agreement.rank_correlation
     return [f"predicted against measured Δloss over {blocks} blocks: rank correlation {correlation:.2f}"]
 
 
-def check_lines(report: Mapping[str, Any]) -> list[str]:
-    failed = [check for check in report["checks"] if not check["passed"]]
-    reasons = [f"FAILED {check['name']}: {check['detail']}" for check in failed]
-    warnings = [f"warning: {warning}" for warning in report["warnings"]]
-    text = next(iter(report["texts"].values()))
-    where = f"windows of {text['seq_len']} tokens, {report['perplexity']['tokens']:,} predicted"
-    held = f"the upper end at {report['budget']['confidence']:.0%}" if report["budget"]["confidence"] else "the change"
-    written = [f"baseline written to {report['baseline_written']}"] if "baseline_written" in report else []
+def check_lines(record: Record) -> list[str]:
+    """What a check measured on, what it found, and which promises were not kept."""
+    failed = [check for check in record.checks if not check.passed]
+    text, confidence = next(iter(record.texts.values())), present(record.budget).confidence
+    where = f"windows of {text.seq_len} tokens, {present(record.perplexity).tokens:,} predicted"
+    held = f"the upper end at {confidence:.0%}" if confidence else "the change"
+    written = [f"baseline written to {record.baseline_written}"] if record.baseline_written else []
     return [
         f"{where}; {held} must be inside the limit",
-        *talk_lines(report),
-        *hurt_line(report),
-        parameters_line(report["parameters"]),
-        *warnings,
-        *reasons,
+        *generation_lines(record),
+        *breakdown_lines(record),
+        parameters_line(record.parameters),
+        *warning_lines(record),
+        *(f"FAILED {check.name}: {check.detail}" for check in failed),
         *written,
-        f"FAILED: {', '.join(check['name'] for check in failed)}" if failed else "passed",
+        f"FAILED: {', '.join(check.name for check in failed)}" if failed else "passed",
     ]
 
 
-def info_lines(record: Mapping[str, Any]) -> list[str]:
-    source, tool = record["source"], record["tool"]
-    lines = [f"made from {source.get('model')} ({source.get('model_type')}) by compressor {tool.get('version')}"]
-    if "perplexity" in record:
-        figures = [*text_lines(record), *task_lines(record), *talk_lines(record)]
-        return [*lines, *notes(record), *figures, parameters_line(record["parameters"])]
-    replaced = [f"{b['path']}: {name_replacement(b['replacement'])}" for b in record["blocks"]]
+def info_lines(record: Record | SavedRecord) -> list[str]:
+    """What a checkpoint was made from, and what was measured of it."""
+    source = record.source
+    lines = [f"made from {source.model} ({source.model_type}) by compressor {record.tool.version}"]
+    if isinstance(record, Record):
+        figures = [*text_lines(record), *task_lines(record), *generation_lines(record)]
+        return [*lines, *notes(record), *figures, parameters_line(record.parameters)]
+    replaced = [f"{block.path}: {name_replacement(block.replacement)}" for block in record.blocks]
     return [*lines, *replaced, "no measurements are recorded: it was saved through the Python API"]
+
+
+def export_lines(record: ExportRecord) -> list[str]:
+    """Where an export is, how large it is, and how it was checked."""
+    sizes, check = record.parameters, record.checked
+    out, size = present(record.out), amount(present(record.bytes))
+    lines = [
+        f"{out}: {size}, {record.dtype}, {sizes.exported:,} parameters ({sizes.exported / sizes.source - 1:+.2%} of "
+        f"the source's; compressed {sizes.compressed / sizes.source - 1:+.2%})"
+    ]
+    if check.log_probability_off is not None:
+        lines.append(
+            f"checked in {check.runtime}: {check.greedy_equal} of {check.greedy} greedy tokens equal, "
+            f"log-probabilities off by at most {check.log_probability_off:.2g} on {check.tokens} tokens, "
+            f"perplexity {present(check.perplexity_ratio) - 1:+.3%}"
+        )
+    elif check.runtime:
+        lines.append(f"checked in {check.runtime}: logits off by {present(check.logits_off):.1g} of the largest")
+    if record.use is not None:
+        lines.append(f"for {record.use}")
+    if record.context is not None:
+        lines.append(f"context {record.context:,} tokens; run it: llama-cli -m {out}")
+    return lines
+
+
+def push_table(record: PushRecord) -> Table:
+    """Every file with its size."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("file", overflow="fold")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    for file in record.files:
+        table.add_row(Styled(file.path), f"{file.bytes:,}")
+    return table
+
+
+def push_lines(record: PushRecord) -> list[str]:
+    """Where a checkpoint was or would be sent, what is left out, and what its card says."""
+    card = record.card
+    values = [f"{key} {card[key]}" for key in ("base_model", "license", "pipeline_tag") if key in card]
+    scores = sum(len(result["metrics"]) for index in card.get("model-index") or [] for result in index["results"])
+    where = f"{record.repo}, branch {record.branch}" + (", private" if record.private else "")
+    lines = [
+        f"{len(record.files)} files, {record.bytes:,} bytes {'sent' if record.sent else 'would be sent'} to {where}",
+        *[f"left out: {name} ({reason})" for name, reason in record.left_out.items()],
+        *record.notes,
+        f"the card's metadata is sound, as far as it can be checked here: {', '.join([*values, f'{scores} results'])}",
+        *([] if "license" in card else ["warning: the card names no license; add one to README.md if you know it"]),
+    ]
+    if not record.sent:
+        return [*lines, f"nothing was sent: {record.reason}"]
+    removed = [f"removed there: {', '.join(record.removed)}"] if record.removed else []
+    return [*lines, *removed, f"{record.url} (commit {record.commit})"]

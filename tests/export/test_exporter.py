@@ -218,8 +218,8 @@ def test_from_python(tmp_path: Path) -> None:
     from compressor.runtime.errors import InputError
 
     save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
-    report = compressor.export(tmp_path / "small", "hf-dense", tmp_path / "dense")
-    assert report["architecture"] == "llama"
+    record = compressor.export(tmp_path / "small", "hf-dense", tmp_path / "dense")
+    assert record.architecture == "llama"
     assert tuple(TARGETS) == OFFERED
     with pytest.raises(InputError, match="--to tflite is not known"):
         compressor.export(tmp_path / "small", "tflite", tmp_path / "lite")

@@ -19,15 +19,18 @@ import zoo
 from conftest import Compress, Refused, tree
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from records_cards import TASK, measured
 
 import compressor
 from compressor.export import hub as pushing
-from compressor.export import upload as parcels
+from compressor.export.upload import local_paths, record_paths, shorten_paths
 from compressor.report.card import card
 from compressor.report.card_metadata import list_problems
+from compressor.report.record import read_record
 from compressor.runtime.errors import InputError
 
 OPEN_CLIENT = pushing.open_client
+SHORT = {"verification": {"source": "demo"}}
 TOKEN = "hf_thisIsASecretThatNobodyMayRead"
 
 
@@ -165,27 +168,45 @@ def test_what_is_sent_is_the_checkpoint(compressed: Path, hub: Hub, tmp_path: Pa
     recipe = hub.sent["recipe.yaml"].decode()
     assert recipe.startswith("# Reproduces this checkpoint:\n# compress --recipe")
     assert yaml.safe_load(recipe)["model"] == "gpt2"
-    assert parcels.read_record(tmp_path / "got")["blocks"] == record["blocks"]
+    assert read_record(tmp_path / "got").blocks == read_record(compressed).blocks
 
 
 def test_paths_wherever_they_stand() -> None:
-    record = {
-        "source": {"model": "/home/me/model", "revision": None},
-        "cross": {"source": {"model": "owner/name"}},
+    cross = {"source": {"model": "../other", "weights_sha256": ""}, "mean": {}, "rank_correlation": {}}
+    record = measured(
+        source={"model": "/home/me/model", "revision": None, "weights_sha256": ""},
+        text={"verification": {"source": "../x/y.txt, hub:o/s"}},
+        cross=cross,
+        recipe={"model": "./model", "text": ["a=../x/y.txt", "hub:o/s", "demo"], "prompts": "/home/me/p.txt"},
+        tasks={"t": {**TASK, "data": "/home/me/t/1.jsonl, /home/me/t/2.jsonl"}},
+    )
+    paths = local_paths(record_paths(record))
+    assert paths == {
+        "/home/me/model": "model",
+        "../other": "other",
+        "./model": "model",
+        "../x/y.txt": "y.txt",
+        "/home/me/p.txt": "p.txt",
+        "/home/me/t/1.jsonl": "1.jsonl",
+        "/home/me/t/2.jsonl": "2.jsonl",
+    }
+    values = {
         "recipe": {"model": "./model", "text": ["a=../x/y.txt", "hub:o/s", "demo"], "prompts": "/home/me/p.txt"},
         "tasks": {"t": {"data": "/home/me/t/1.jsonl, /home/me/t/2.jsonl"}},
         "warnings": ["text /home/me/p.txt is short", "./model"],
         "figures": [1, None, 2.5],
     }
-    public = parcels.reduce(record, parcels.local_names(record))
-    assert public == {
-        "source": {"model": "model", "revision": None},
-        "cross": {"source": {"model": "owner/name"}},
+    assert shorten_paths(values, paths) == {
         "recipe": {"model": "model", "text": ["a=y.txt", "hub:o/s", "demo"], "prompts": "p.txt"},
         "tasks": {"t": {"data": "1.jsonl, 2.jsonl"}},
         "warnings": ["text p.txt is short", "model"],
         "figures": [1, None, 2.5],
     }
+
+
+def test_a_repository_is_no_local_path() -> None:
+    record = measured(source={"model": "owner/name", "weights_sha256": ""}, recipe={"model": "owner/name"}, text=SHORT)
+    assert local_paths(record_paths(record)) == {}
 
 
 def test_only_what_compress_writes(compress: Compress, checkpoint: Path, hub: Hub) -> None:
@@ -350,15 +371,15 @@ def test_a_card_that_somebody_wrote_in_is_sent_as_it_is(checkpoint: Path, hub: H
         + "\nMy own words.\n"
     )
     file.write_text(own, encoding="utf-8")
-    report = pushing.push(checkpoint, "me/small")
+    record = pushing.push(checkpoint, "me/small")
     assert hub.sent["README.md"].decode() == own
-    assert (report["card"]["license"], report["card"]["date"]) == ("mit", "2020-02-02")
-    assert "README.md is sent as it is" in report["notes"]
+    assert (record.card["license"], record.card["date"]) == ("mit", "2020-02-02")
+    assert "README.md is sent as it is" in record.notes
 
 
 def test_a_card_that_is_missing_is_made_anew(checkpoint: Path, hub: Hub) -> None:
     (checkpoint / "README.md").unlink()
-    record = parcels.read_record(checkpoint)
+    record = read_record(checkpoint)
     pushing.push(checkpoint, "me/small")
     assert hub.sent["README.md"].decode() == card(record, picture=True, repo="me/small")
     assert ModelCard(hub.sent["README.md"].decode()).data.get("model_name") == "gpt2-compressed"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 from zoo import LINEAR_FORMS, TEXT, VOCAB, compressed, tiny_tokenizer, write
 
-from compressor.export.onnx import FILE, TRACED, Unfit, check, expect, export, write_onnx
+from compressor.export.onnx import FILE, TRACED, OnnxGraph, Unfit, check_graph, expect, write_graph, write_onnx
 from compressor.models.load import load_model
 from compressor.plan.shapes import Form
 from compressor.runtime.errors import InputError
@@ -54,7 +54,7 @@ class Written:
 
     model: Any
     directory: Path
-    record: dict[str, Any]
+    graph: OnnxGraph
     before: Tensor
     said: str
 
@@ -75,8 +75,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written
             with progress.console.capture() as said:
                 # One model's weights lie beside its graph, as those of a large model do.
                 single_file = {} if name != "opt" else {"single_file": 0}
-                record = write_onnx(model, tokenizer, root / "onnx", progress, **single_file)
-            done[name] = Written(model, root / "onnx", record, before, said.get())
+                graph = write_onnx(model, tokenizer, root / "onnx", progress, **single_file)
+            done[name] = Written(model, root / "onnx", graph, before, said.get())
         return done[name]
 
     return of
@@ -129,8 +129,8 @@ def same(found: Tensor, expected: Tensor, mask: Tensor) -> bool:
 @pytest.mark.parametrize("name", ROWS)
 def test_onnx_runtime_computes_what_torch_computes(name: str, written: Callable[[str], Written]) -> None:
     done = written(name)
-    assert done.record["cache"] == ROWS[name].cached
-    assert done.record["logits_off"] < 1e-5
+    assert done.graph.cache == ROWS[name].cached
+    assert done.graph.logits_off < 1e-5
     for rows, length, padding in ((1, 1, 0), (1, 23, 0), (2, 13, 5), (5, 8, 3)):
         assert (rows, length) != TRACED[:2]
         ids, mask = batch(rows, length, padding)
@@ -150,9 +150,9 @@ def test_the_directory_describes_a_stock_model(name: str, written: Callable[[str
     assert AutoTokenizer.from_pretrained(done.directory)(TEXT) == tiny_tokenizer()(TEXT)
     graph = onnx.load(done.directory / FILE)
     onnx.checker.check_model(graph)
-    assert [entry.name for entry in graph.graph.input] == done.record["inputs"]
-    assert [entry.name for entry in graph.graph.output] == done.record["outputs"]
-    assert {entry.version for entry in graph.opset_import} == {done.record["opset"]}
+    assert [entry.name for entry in graph.graph.input] == done.graph.inputs
+    assert [entry.name for entry in graph.graph.output] == done.graph.outputs
+    assert {entry.version for entry in graph.opset_import} == {done.graph.opset}
     assert b".py" not in graph.SerializeToString()  # no traces of the machine that exported it
 
 
@@ -173,7 +173,7 @@ def test_only_our_own_lines_are_said(written: Callable[[str], Written]) -> None:
     assert written("gpt2").said.count("\n") == 3
     lines = written("mpt").said.splitlines()
     assert any(line.startswith("no key-value cache for mpt, so its graph is for scoring (") for line in lines)
-    assert "scoring" in written("mpt").record["for"]
+    assert "scoring" in written("mpt").graph.use
 
 
 class Branching(nn.Module):
@@ -192,7 +192,7 @@ def test_a_graph_that_would_be_wrong_on_long_texts_is_refused(tmp_path: Path) ->
     model = compressed("gpt2", HYBRID, n_layer=1)
     model.transformer.ln_f = Branching(model.transformer.ln_f)
     with pytest.raises(Unfit, match=r"^it computes otherwise beyond 20 tokens"):
-        export(model, tmp_path / FILE, cached=False, single_file=0)
+        write_graph(model, tmp_path / FILE, cached=False, single_file=0)
     assert tree(tmp_path) == {}
 
 
@@ -209,11 +209,11 @@ def test_what_torch_cannot_trace_is_refused_in_one_line(tmp_path: Path, capfd: p
 def test_a_graph_of_other_weights_fails_the_check(written: Callable[[str], Written]) -> None:
     done = written("gpt2")
     changed = compressed("gpt2", LINEAR_FORMS)
-    assert check(done.directory / FILE, expect(changed), cached=True) < 1e-5
+    assert check_graph(done.directory / FILE, expect(changed), cached=True) < 1e-5
     with torch.no_grad():
         changed.transformer.h[1].mlp.bias[3] += 0.01
     with pytest.raises(Unfit, match="differ by"):
-        check(done.directory / FILE, expect(changed), cached=True)
+        check_graph(done.directory / FILE, expect(changed), cached=True)
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])

@@ -20,7 +20,7 @@ from zoo import (
 )
 
 from compressor.export.llama import as_llama
-from compressor.export.stock import as_own, layout_of
+from compressor.export.stock import as_stock, layout_of
 from compressor.modeling_compressor import replacements
 from compressor.runtime.errors import InputError
 
@@ -39,9 +39,9 @@ def test_a_family_in_its_own_architecture(family: str, forms: str) -> None:
     model = compressed(family, ALL_FORMS[forms])
     if family in NOT_OWN and (family, forms) != ("bloom", "one block"):  # whose width is the fixed one anyway
         with pytest.raises(InputError, match=NOT_OWN[family]):
-            as_own(model)
+            as_stock(model)
         return
-    stock, needed = as_own(model)
+    stock, needed = as_stock(model)
     assert type(stock) is type(model)
     assert not replacements(stock)
     assert difference(model, stock) < 2e-6
@@ -113,7 +113,7 @@ def test_the_source_is_left_alone() -> None:
 
 def test_a_model_without_replacements_is_itself() -> None:
     model = tiny_model("gpt_neox")
-    stock, needed = as_own(model)
+    stock, needed = as_stock(model)
     assert needed == [48, 48, 48]
     with torch.no_grad():
         assert torch.equal(stock(tokens()).logits, model(tokens()).logits)

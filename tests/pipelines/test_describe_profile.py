@@ -19,7 +19,6 @@ from compressor.measure.verdicts import judge
 from compressor.models.blocks import find_blocks
 from compressor.pipelines.describe_profile import describe_corpora, describe_shape, ladder_ranks, name_rows, pearson
 from compressor.report.record import flat
-from compressor.report.summary import listed
 from compressor.runtime.cache import Cache
 from compressor.runtime.progress import Progress
 
@@ -114,11 +113,6 @@ def test_pearson() -> None:
     assert pearson([1, 2, 3, 4], [1, -1, 1, -1]) == pytest.approx(-0.4472, abs=1e-4)
     assert pearson([1, 2], [1, 2]) is None
     assert pearson([1, 1, 1], [1, 2, 3]) is None
-
-
-def test_block_numbers_are_drawn_together() -> None:
-    assert listed([]) == ""
-    assert listed([4, 1, 2, 3, 7, 8, 11]) == "1–4, 7, 8, 11"
 
 
 def test_corpora_that_agree_and_corpora_that_do_not() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -15,9 +14,10 @@ import torch
 import yaml
 import zoo
 from conftest import Compress
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records_cards import TASK, TEXT, measured, saved, with_source
 from transformers import GPT2Config, GPT2LMHeadModel
 from zoo import save_tiny, tiny_tokenizer
 
@@ -25,8 +25,8 @@ import compressor
 from compressor.models import source as origins
 from compressor.models.source import Source, source_of
 from compressor.report import card as cards
-from compressor.report.card_metadata import list_problems
-from compressor.report.scores import list_scores, slug
+from compressor.report.card_metadata import list_problems, list_scores, slug
+from compressor.report.record import Record, read_record
 from compressor.runtime.card_rules import carry_over, read_front_matter
 from compressor.runtime.names import DEMO
 
@@ -42,12 +42,6 @@ KEYS = ("license", "language", "datasets", "tags", "base_model", "base_model_rel
 CARRIED = st.sampled_from(["license", "license_name", "license_link", "language", "datasets"])
 
 
-@pytest.fixture
-def record(compressed: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((compressed / "compression.json").read_text(encoding="utf-8"))
-    return found
-
-
 def metadata(text: str) -> dict[str, Any]:
     """As the Hub's own client reads it."""
     assert list_problems(text) == []
@@ -55,40 +49,38 @@ def metadata(text: str) -> dict[str, Any]:
     return data
 
 
-def with_source(record: dict[str, Any], **values: Any) -> dict[str, Any]:
-    return {**record, "source": {**record["source"], **values}}
-
-
-def test_it_says_what_was_measured(compressed: Path, record: dict[str, Any]) -> None:
+def test_it_says_what_was_measured(compressed: Path) -> None:
+    record = read_record(compressed)
+    assert isinstance(record, Record)
     text = (compressed / "README.md").read_text(encoding="utf-8")
-    found = record["perplexity"]
+    found, sizes = record.perplexity, record.parameters
+    assert found is not None
     data = metadata(text)
     assert (data["library_name"], data["pipeline_tag"]) == ("transformers", "text-generation")
     assert {"base_model", "base_model_relation", "license", "datasets", "language"}.isdisjoint(data)  # nobody said
     assert "gpt2" in data["tags"]
     results = ModelCard(text).data.eval_results  # type: ignore[attr-defined]
     assert {r.metric_type: r.metric_value for r in results} == {
-        "perplexity": found["compressed"],
-        "source_perplexity": found["baseline"],
-        "perplexity_rise": found["delta"],
-        "perplexity_rise_upper": found["delta_upper"],
+        "perplexity": found.compressed,
+        "source_perplexity": found.baseline,
+        "perplexity_rise": found.delta,
+        "perplexity_rise_upper": found.delta_upper,
     }
     assert {(r.task_type, r.dataset_name, r.verified) for r in results} == {("text-generation", "corpus.txt", None)}
     assert results == list_scores(record), "what is written is what is read"
-    assert str(Path(record["source"]["model"]).parent) not in text, "a card is made to be published"
-    assert f"| perplexity | {found['baseline']:.3f} | {found['compressed']:.3f} | {found['delta']:+.3f} |" in text
-    sizes = record["parameters"]
-    assert f"| parameters | {sizes['before']:,} | {sizes['after']:,} |" in text
-    assert f"is {found['delta_upper']:+.3f}, inside." in text
+    assert str(Path(record.source.model).parent) not in text, "a card is made to be published"
+    assert f"| perplexity | {found.baseline:.3f} | {found.compressed:.3f} | {found.delta:+.3f} |" in text
+    assert f"| parameters | {sizes.before:,} | {sizes.after:,} |" in text
+    assert f"is {found.delta_upper:+.3f}, inside." in text
     assert len(re.findall(r"(?m)^\| \d+ \|", text)) == 3
 
 
-def test_the_picture_lies_beside_it(compressed: Path, record: dict[str, Any]) -> None:
+def test_the_picture_lies_beside_it(compressed: Path) -> None:
     text = (compressed / "README.md").read_text(encoding="utf-8")
     pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", text)
     assert len(pictures) == 1
     assert (compressed / pictures[0]).read_bytes().startswith(b"\x89PNG")
-    assert "![" not in cards.card(record)
+    assert "![" not in cards.card(measured())
 
 
 def test_its_examples_run(compressed: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,12 +96,12 @@ def test_its_examples_run(compressed: Path, capsys: pytest.CaptureFixture[str]) 
     assert "compress export DIR --to hf-dense" in text
 
 
-def test_the_way_out_depends_on_the_architecture(record: dict[str, Any]) -> None:
-    assert "--to gguf --out model.gguf" in cards.card(with_source(record, model_type="llama", exports=["gguf"]))
+def test_the_way_out_depends_on_the_architecture() -> None:
+    assert "--to gguf --out model.gguf" in cards.card(with_source(model_type="llama", exports=["gguf"]))
 
 
-def test_where_it_stands_is_in_its_examples(record: dict[str, Any]) -> None:
-    text = cards.card(record, repo="me/small")
+def test_where_it_stands_is_in_its_examples() -> None:
+    text = cards.card(measured(), repo="me/small")
     assert text.count('from_pretrained("me/small"') == 3
     assert "DIRECTORY" not in text
 
@@ -126,26 +118,23 @@ def test_where_it_stands_is_in_its_examples(record: dict[str, Any]) -> None:
         ({"model": "/home/somebody/name", "revision": None, "card": {"base_model": "/home/x"}}, None),
     ],
 )
-def test_a_base_model_is_on_the_hub(record: dict[str, Any], source: dict[str, Any], base: str | None) -> None:
-    text = cards.card(with_source(record, **source))
+def test_a_base_model_is_on_the_hub(source: dict[str, Any], base: str | None) -> None:
+    text = cards.card(with_source(**source))
     data = metadata(text)
     assert data.get("base_model") == base
     assert data.get("base_model_relation") == (base and "quantized")
     assert "somebody" not in text
 
 
-def test_texts_and_tasks_stay_apart(record: dict[str, Any]) -> None:
+def test_texts_and_tasks_stay_apart() -> None:
     """The client takes two data sets of one type and configuration for one; it must not come to that."""
-    figures = record["texts"]["text"]
-    drop = {"metric": "acc", "higher_is_better": True, "source": 0.5, "compressed": 0.4, "drop": 0.1, "passed": None}
-    drop |= {"drop_ci95": [0.0, 0.2], "drop_upper": 0.2, "documents": 9, "changed": 1, "max_drop": None}
-    drop["metrics"] = {"acc": {"source": 0.5, "compressed": 0.4}, "acc_norm": {"source": 0.5, "compressed": math.nan}}
-    several = {
-        **record,
-        "recipe": {"text": ["wiki=wikitext2", "own=hub:me/set:part", "a.b=/home/somebody/x.txt", "c=/home/else/x.txt"]},
-        "texts": dict.fromkeys(["wiki", "own", "a.b", "c"], figures),
-        "tasks": {"piqa": {**drop, "data": "baber/piqa"}, "mine": {**drop, "data": "/home/somebody/mine.jsonl"}},
-    }
+    metrics = {"acc": {"source": 0.5, "compressed": 0.4}, "acc_norm": {"source": 0.5, "compressed": math.nan}}
+    task = {**TASK, "metrics": metrics}
+    several = measured(
+        recipe={"text": ["wiki=wikitext2", "own=hub:me/set:part", "a.b=/home/somebody/x.txt", "c=/home/else/x.txt"]},
+        texts=dict.fromkeys(["wiki", "own", "a.b", "c"], TEXT),
+        tasks={"piqa": {**task, "data": "baber/piqa"}, "mine": {**task, "data": "/home/somebody/mine.jsonl"}},
+    )
     text = cards.card(several)
     data = metadata(text)
     found = [result["dataset"] for result in data["model-index"][0]["results"]]
@@ -157,8 +146,8 @@ def test_texts_and_tasks_stay_apart(record: dict[str, Any]) -> None:
         ("baber/piqa", "piqa", None),
         ("json", "mine", None),
     ]
-    metrics = [m["type"] for m in data["model-index"][0]["results"][4]["metrics"]]
-    assert metrics == ["accuracy", "accuracy_drop"], "what is no number is not written"
+    written = [m["type"] for m in data["model-index"][0]["results"][4]["metrics"]]
+    assert written == ["accuracy", "accuracy_drop"], "what is no number is not written"
     assert "somebody" not in text
     assert "perplexity on a.b" in text
 
@@ -171,6 +160,14 @@ def test_without_measurements_it_is_valid(tmp_path: Path) -> None:
     assert "Reproduce" not in text
     assert "![" not in text
     assert str(tmp_path) not in text
+
+
+def test_a_record_without_measurements_promises_nothing() -> None:
+    text = cards.card(saved())
+    assert metadata(text)["tags"][-1] == "gpt2"
+    assert list_scores(saved()) == []
+    assert "| transformer.h.0.mlp | hybrid 5 rank 3 |" in text.replace("\\_", "_")
+    assert "How much it lost is not known" in text
 
 
 def test_a_model_from_memory_has_no_base(tmp_path: Path) -> None:
@@ -256,8 +253,8 @@ def test_the_record_keeps_it(compress: Compress, corpus: Path, options: list[str
     (tmp_path / "model" / "README.md").write_text("---\nlicense: mit\nbase_model: [a/b]\n---\n", encoding="utf-8")
     done = compress(tmp_path / "model", *options, "--max-dppl", "0.5%", "--generate", "0", "--out", tmp_path / "out")
     assert done.code == 0, done.err
-    record = json.loads((tmp_path / "out" / "compression.json").read_text(encoding="utf-8"))
-    assert record["source"]["card"] == {"license": "mit", "base_model": "a/b"}
+    record = read_record(tmp_path / "out")
+    assert record.source.card == {"license": "mit", "base_model": "a/b"}
     text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     data = metadata(text)
     assert (data["license"], data["base_model"], data["base_model_relation"]) == ("mit", "a/b", "quantized")
@@ -297,17 +294,23 @@ def test_what_the_hub_would_refuse_of_the_results(kind: str, value: float) -> No
     assert len(list_problems(f"---\n{head}---\n")) == 1
 
 
-def check_nasty(record: dict[str, Any], name: str) -> None:
+def check_nasty(name: str) -> None:
     """A stranger's word in every place that takes one."""
-    figures = copy.deepcopy(record["texts"]["text"])
-    nasty = {
-        **with_source(record, model=f"/home/me/{name}", model_type=name, revision=name, weights_sha256=name),
-        "texts": {name: figures, "other": figures},
-        "tasks": {name: {**TASK, "metric": name, "metrics": {name: {"source": 0.0, "compressed": 1.0}}, "data": name}},
-        "recipe": {"text": [f"other={name}", f"/home/me/{name}"]},
-        "tool": {"version": name},
-    }
-    nasty["source"]["card"] = dict.fromkeys(("license", "license_name", "language", "datasets", "base_model"), name)
+    task = {**TASK, "metric": name, "metrics": {name: {"source": 0.0, "compressed": 1.0}}, "data": name}
+    card = dict.fromkeys(("license", "license_name", "language", "datasets", "base_model"), name)
+    nasty = measured(
+        source={
+            "model": f"/home/me/{name}",
+            "model_type": name,
+            "revision": name,
+            "weights_sha256": name,
+            "card": card,
+        },
+        texts={name: TEXT, "other": TEXT},
+        tasks={name: {**task, "higher_is_better": False, "max_drop": 2.0, "passed": True}},
+        recipe={"text": [f"other={name}", f"/home/me/{name}"]},
+        tool={"version": name},
+    )
     text = cards.card(nasty)
     data = metadata(text)  # and no problems
     assert ModelCard(text).data.eval_results == list_scores(nasty)  # type: ignore[attr-defined]
@@ -327,22 +330,15 @@ def check_nasty(record: dict[str, Any], name: str) -> None:
     assert bars <= {7, 8}, "a name does not make a column"
 
 
-TASK = {"metric": "acc", "higher_is_better": False, "source": 0.0, "compressed": 1.0, "drop": 1.0, "passed": True}
-TASK |= {"drop_ci95": [0.0, 1.0], "drop_upper": 1.0, "documents": 9, "changed": 1, "max_drop": 2.0}
-
-
 @pytest.mark.parametrize("name", NASTY)
-def test_nasty_names(record: dict[str, Any], name: str) -> None:
-    check_nasty(record, name)
+def test_nasty_names(name: str) -> None:
+    check_nasty(name)
 
 
-def test_any_name(record: dict[str, Any]) -> None:
-    @settings(max_examples=150, deadline=None)
-    @given(st.text(max_size=40))
-    def holds(name: str) -> None:
-        check_nasty(record, name)
-
-    holds()
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=40))
+def test_any_name(name: str) -> None:
+    check_nasty(name)
 
 
 @settings(max_examples=300, deadline=None)
@@ -375,14 +371,10 @@ def test_slugs_are_names_of_data_sets() -> None:
 
 
 def test_metadata_that_the_hub_would_not_take_does_not_cost_the_card() -> None:
-    from huggingface_hub import ModelCardData
-
-    from compressor.report.card import with_metadata
-
     good = ModelCardData(library_name="transformers", license="mit")
-    assert "license: mit" in with_metadata("text", good)
+    assert "license: mit" in cards.with_metadata("text", good)
     bad = ModelCardData(library_name="transformers", license="Do as you like!", tags=["a"])
-    content = with_metadata("text", bad)
+    content = cards.with_metadata("text", bad)
     assert list_problems(content) == []
     assert "library_name: transformers" in content
     assert content.endswith("text")
