@@ -13,7 +13,7 @@ from compressor.runtime.errors import DONE, INTERRUPTED, explain, refuse_half_ch
 from compressor.runtime.interrupts import interrupts
 
 
-def end(command: Callable[[], Any], words: Sequence[str]) -> NoReturn:
+def run_and_exit(command: Callable[[], Any], words: Sequence[str]) -> NoReturn:
     """Run the command, which was given these words, and leave the process."""
     goes_on = "--no-cache" not in words and words[:1] not in (["export"], ["push"], ["info"])
     with interrupts(goes_on, is_first_to_fail) as caught:

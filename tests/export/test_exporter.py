@@ -208,14 +208,14 @@ def test_weights_that_are_rounded_again_are_told(compress: Compress, family: str
 
 def test_from_python(tmp_path: Path) -> None:
     import compressor
-    from compressor.cli.delivery import TARGETS as OFFERED
+    from compressor.cli.app import EXPORT_TARGETS
     from compressor.export.exporter import TARGETS
     from compressor.runtime.errors import InputError
 
     save(tmp_path / "small", "llama", LINEAR_FORMS)
     report = compressor.export(tmp_path / "small", "hf-dense", tmp_path / "dense")
     assert report["architecture"] == "llama"
-    assert tuple(TARGETS) == OFFERED
+    assert tuple(TARGETS) == EXPORT_TARGETS
     with pytest.raises(InputError, match="--to tflite is not known"):
         compressor.export(tmp_path / "small", "tflite", tmp_path / "lite")
 

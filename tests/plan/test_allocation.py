@@ -14,7 +14,6 @@ from planted import random_text
 from torch.nn import functional
 from zoo import FAMILIES, logits, tiny_model, tokens
 
-from compressor.cli import options as opt
 from compressor.evaluate import speed as timing
 from compressor.evaluate.budget import Budget
 from compressor.evaluate.perplexity import evaluate
@@ -187,14 +186,6 @@ def test_agreement_does_not_believe_a_lucky_block() -> None:
     assert sum(factors.values()) / 30 == pytest.approx(2.0, rel=0.15)
     assert rank_correlation([1, 2, 3, 4], [10, 20, 25, 90]) == pytest.approx(1)
     assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
-
-
-def test_several_budgets_after_one_flag() -> None:
-    assert opt.spread(["plan", "m", "--max-dppl", "0.5", "1", "2%", "--json"]) == [
-        *("plan", "m", "--max-dppl", "0.5", "--max-dppl", "1", "--max-dppl", "2%", "--json")
-    ]
-    assert opt.spread(["m", "--max-dppl", "1.0", "--out", "3"]) == ["m", "--max-dppl", "1.0", "--out", "3"]
-    assert opt.spread(["--max-dppl", "1.0", "./m"]) == ["--max-dppl", "1.0", "./m"]
 
 
 @pytest.fixture
