@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compressor.runtime import distributed
 from compressor.runtime.errors import InputError
-from compressor.runtime.locks import held_directory, sweep
+from compressor.runtime.locks import owned_directory, remove_abandoned
 from compressor.runtime.outputs import sync
 from compressor.runtime.progress import Progress
 
@@ -40,7 +40,7 @@ class Cache:
         if directory is not None:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                sweep(directory, PARTIAL)
+                remove_abandoned(directory, PARTIAL)
             except OSError as error:
                 raise InputError(
                     f"the cache {directory} cannot be made: {error.strerror}; name another with --cache, or --no-cache"
@@ -111,7 +111,7 @@ class Cache:
     def write(self, file: Path, words: str, found: Tensors) -> None:
         """One rename, so that a reader never sees half of it. A full disk costs the entry, not the run."""
         try:
-            with held_directory(file.parent, PARTIAL) as folder:
+            with owned_directory(file.parent, PARTIAL) as folder:
                 notes = {"key": words, "sha256": digest(sorted(found.items()))}
                 partial = folder / file.name
                 save_file({name: tensor.contiguous() for name, tensor in found.items()}, partial, notes)

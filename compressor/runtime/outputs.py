@@ -18,7 +18,7 @@ from typing import Any
 from compressor.runtime import distributed
 from compressor.runtime.errors import InputError, disk_reason
 from compressor.runtime.interrupts import TRACES
-from compressor.runtime.locks import held_directory, locked, sweep
+from compressor.runtime.locks import locked, owned_directory, remove_abandoned
 
 HERE = -100  # AT_FDCWD: paths as they are
 EXCHANGE = 2  # RENAME_EXCHANGE
@@ -225,8 +225,8 @@ def write_json(file: Path, value: Any) -> None:
     if distributed.rank() > 0:
         return
     prefix = f".{file.name}.partial-"
-    sweep(file.absolute().parent, prefix)
-    with held_directory(file.absolute().parent, prefix) as folder:
+    remove_abandoned(file.absolute().parent, prefix)
+    with owned_directory(file.absolute().parent, prefix) as folder:
         partial = folder / file.name
         partial.write_text(to_json(value) + "\n", encoding="utf-8")
         sync(partial)

@@ -56,7 +56,7 @@ def test_the_first_version_of_groups(tmp_path: Path) -> None:
 def test_memory_of_this_process() -> None:
     assert 0 < available_memory() <= 1.1 * psutil.virtual_memory().available + GB
     code = (
-        "import resource; from compressor.capacity import available_memory\n"
+        "import resource; from compressor.runtime.resources import available_memory\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30)); print(available_memory())"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
