@@ -82,7 +82,7 @@ def start(options: RunOptions) -> Setting:
     from compressor.runtime.locks import scratch_directory
     from compressor.runtime.progress import Progress
 
-    distributed.begin()
+    distributed.join_processes()
     progress = Progress(visible=distributed.rank() == 0)
     # Without a cache, measurements go to a directory that is removed with the run.
     directory = scratch_directory(progress) if options.no_cache else options.cache or default_directory()

@@ -145,7 +145,7 @@ class Evaluator:
             options: dict[str, Any] = {"batch_size": self.batch_size, "progress": self.progress, "step": step}
             return score(model, self.tokenizer, task, only=only, **options)
 
-        return self.kept(f"{step} {task.name}", key, lambda: distributed.once(run), identity)
+        return self.kept(f"{step} {task.name}", key, lambda: distributed.compute_on_first(run), identity)
 
     def written(self, model: Any, step: str, identity: Identity) -> Tensor | None:
         if not self.prompts:
@@ -156,7 +156,7 @@ class Evaluator:
         def run() -> dict[str, Tensor]:
             return {"written": continue_greedily(model, self.prompts, self.tokens, self.progress, name)}
 
-        return self.kept(name, key, lambda: distributed.once(run), identity)["written"]
+        return self.kept(name, key, lambda: distributed.compute_on_first(run), identity)["written"]
 
     def along(self, model: Any, written: Tensor, step: str, identity: Identity) -> Tensor:
         """What the model would say at every step of another's continuations."""
@@ -166,7 +166,7 @@ class Evaluator:
         def run() -> dict[str, Tensor]:
             return {"along": choices_along(model, self.prompts, written, self.progress, f"{step} agrees")}
 
-        return self.kept(f"{step} agrees", key, lambda: distributed.once(run), identity)["along"]
+        return self.kept(f"{step} agrees", key, lambda: distributed.compute_on_first(run), identity)["along"]
 
     def kept(self, step: str, key: Mapping[str, Any], run: Any, identity: Identity) -> dict[str, Tensor]:
         found: dict[str, Tensor] = self.cache.get(step, {**identity, "batch_size": self.batch_size, **key}, run)

@@ -133,7 +133,7 @@ def evaluate(
     """
     progress = progress or Progress()
     size = logits_batch(model, windows.shape[1], batch_size)
-    parts = distributed.mine(batches(windows, size))
+    parts = distributed.own_share(batches(windows, size))
     found: list[Tensor] = []
     with progress.bar(step, len(parts)) as advance:
         if weights_of(model) is not None:  # every layer is read once, not once a batch

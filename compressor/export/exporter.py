@@ -26,9 +26,16 @@ from compressor.report.leaflets import leaflet
 from compressor.report.record import describe_tool, read_record
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import EXPORT, RECORD
-from compressor.runtime.outputs import refusing_disk, reserved, reserved_file, whole_directory, whole_file, write_json
+from compressor.runtime.outputs import (
+    reporting_disk_errors,
+    reserved,
+    reserved_file,
+    whole_directory,
+    whole_file,
+    write_json,
+)
 from compressor.runtime.progress import Progress
-from compressor.runtime.resources import ShortMemory, amount, require_disk
+from compressor.runtime.resources import NotEnoughMemory, format_bytes, require_disk
 
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 TOLERANCE = 2e-3  # of a log-probability in float32: llama.cpp adds up in another order
@@ -74,14 +81,14 @@ def carry_out(order: Order, progress: Progress) -> dict[str, Any]:
         try:
             with quiet():
                 model, tokenizer = load_model(order.model, device="cpu", dtype="float32", allow_compressed=True)
-        except ShortMemory as error:
+        except NotEnoughMemory as error:
             raise InputError(f"{error.shortage}; export it where there is more") from error
         if not replacements(model):
             raise InputError(f"{order.model} is not a compressed checkpoint; give a directory that compress wrote")
         with quiet():
             sizes = {"source": count_parameters(blank(stock_config(model))), "compressed": count_parameters(model)}
         job = Export(order, model, tokenizer, pick_dtype(order, model, dtypes), sizes, record, progress)
-        with refusing_disk(target):
+        with reporting_disk_errors(target):
             report = write(job, target)
     size = sum(file.stat().st_size for file in [target, *target.rglob("*")] if file.is_file())
     return {**report, "out": str(target), "bytes": size, "seconds": time.perf_counter() - began}
@@ -355,7 +362,7 @@ def export_lines(report: dict[str, Any]) -> list[str]:
     parameters = report["parameters"]
     shrunk = parameters["exported"] / parameters["source"] - 1
     lines = [
-        f"{report['out']}: {amount(report['bytes'])}, {report['dtype']}, {parameters['exported']:,} parameters "
+        f"{report['out']}: {format_bytes(report['bytes'])}, {report['dtype']}, {parameters['exported']:,} parameters "
         f"({shrunk:+.2%} of the source's; compressed {parameters['compressed'] / parameters['source'] - 1:+.2%})"
     ]
     checked = report["checked"]

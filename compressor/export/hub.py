@@ -18,7 +18,7 @@ from compressor.runtime.errors import InputError, causes, reason_of
 from compressor.runtime.names import RECORD
 from compressor.runtime.network import is_repo_id, why_unreachable
 from compressor.runtime.progress import Progress
-from compressor.runtime.resources import amount
+from compressor.runtime.resources import format_bytes
 
 MAIN = constants.DEFAULT_REVISION
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
@@ -50,7 +50,7 @@ def push(
     message = message or f"{parcel.name} by compressor {compressor.__version__}"
     with refusing(repo, branch):
         api = open_client()
-        (progress or Progress()).say(f"send {amount(report['bytes'])} to {repo}")
+        (progress or Progress()).say(f"send {format_bytes(report['bytes'])} to {repo}")
         removed, new = prepare(api, parcel, repo, private, branch, overwrite)
         operations = [CommitOperationAdd(name, content) for name, content in parcel.files.items()]
         commit = api.create_commit(

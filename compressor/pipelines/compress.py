@@ -203,7 +203,7 @@ def finish(
     blocks = find_blocks(job.model)
     identity = identify_patched(job.model, fits)
     windows = job.text.verification.windows
-    speed = distributed.agree(
+    speed = distributed.broadcast_value(
         describe_speed(measure_speed(job.model, blocks, fits, windows)) if distributed.rank() == 0 else None
     )
     patch(job.model, blocks, fits)

@@ -25,7 +25,7 @@ from compressor.runtime.cache import Cache, Tensors
 from compressor.runtime.errors import InputError
 from compressor.runtime.locks import scratch_directory
 from compressor.runtime.progress import Progress
-from compressor.runtime.resources import amount, available_memory, free_disk
+from compressor.runtime.resources import available_memory, format_bytes, free_disk
 from compressor.text import Text
 
 VERSION = 3  # of what is kept
@@ -58,29 +58,33 @@ class Statistics:
 
     def afford(self, found: dict[int, Neurons | None]) -> dict[int, Neurons | None]:
         """Say what memory and disk it takes. Blocks whose neurons are too many for the memory are only linear."""
-        free = distributed.agree(int(MEMORY_SHARE * available_memory()))  # all processes must come to the same plan
+        free = distributed.broadcast_value(
+            int(MEMORY_SHARE * available_memory())
+        )  # all processes must come to the same plan
         sizes = {index: self.bytes_of(index, neurons) for index, neurons in found.items()}
         most = WORKSPACES * max(sizes.values())
         self.progress.say(
-            f"statistics: {amount(self.disk_of(found))} on disk, {amount(most)} of memory at a time "
-            f"({amount(free)} can be had)"
+            f"statistics: {format_bytes(self.disk_of(found))} on disk, {format_bytes(most)} of memory at a time "
+            f"({format_bytes(free)} can be had)"
         )
         if most <= free:
             return found
         least = WORKSPACES * max(self.bytes_of(index, None) for index in found)
         if least > free:
-            raise InputError(f"one block's statistics need {amount(least)} of memory, and {amount(free)} can be had")
+            raise InputError(
+                f"one block's statistics need {format_bytes(least)} of memory, and {format_bytes(free)} can be had"
+            )
         self.progress.say("warning: memory is short, so no neurons are kept: only linear and low-rank replacements")
         return dict.fromkeys(found)
 
     def check_disk(self) -> None:
         assert self.cache.directory is not None
         needed = self.disk_of(self.neurons)
-        free = distributed.agree(free_disk(self.cache.directory))
+        free = distributed.broadcast_value(free_disk(self.cache.directory))
         if needed > free and not all(self.cache.has(self.key(block, "moments")) for block in self.blocks):
             raise InputError(
-                f"the statistics need {amount(needed)} of disk, and {self.cache.directory} has {amount(free)}; "
-                "name another place with --cache DIR"
+                f"the statistics need {format_bytes(needed)} of disk, and {self.cache.directory} has "
+                f"{format_bytes(free)}; name another place with --cache DIR"
             )
 
     def key(self, block: Block, what: str = "survey") -> dict[str, Any]:
@@ -112,7 +116,7 @@ class Statistics:
         with self.progress.bar("survey", len(self.blocks)) as advance:
             advance(len(found))
             streams = self.streams(missing[0]) if missing else []
-            for group in distributed.groups(missing):
+            for group in distributed.rounds(missing):
                 for block, kept in zip(group, self.look(group, streams), strict=True):
                     found[block.index] = self.unpack(block, kept)
                     advance(1)

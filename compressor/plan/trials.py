@@ -129,7 +129,7 @@ class Bench:
                 return {"slower": torch.tensor(all(slower(self.model, self.blocks[index], module) for _ in range(2)))}
 
             key = {**self.statistics.key(self.blocks[0]), "what": "slower", "form": str(form)}
-            self.slow[form] = bool(self.cache.get("", key, lambda: distributed.once(run))["slower"])
+            self.slow[form] = bool(self.cache.get("", key, lambda: distributed.compute_on_first(run))["slower"])
         return self.slow[form]
 
     def trials(self) -> list[Trial]:

@@ -59,7 +59,7 @@ class Cache:
     def find(self, key: Mapping[str, Any]) -> Tensors | None:
         """What rank 0 has kept of this key, for all processes."""
         kept = self.read_own(key) if distributed.rank() == 0 else None
-        return distributed.broadcast(kept) if distributed.agree(kept is not None) else None
+        return distributed.broadcast(kept) if distributed.broadcast_value(kept is not None) else None
 
     def keep(self, key: Mapping[str, Any], found: Tensors, *, needed: bool = False) -> None:
         """What is `needed` is read again in the same run, and cannot do without a disk that holds it."""
@@ -85,7 +85,7 @@ class Cache:
 
     def has(self, key: Mapping[str, Any]) -> bool:
         found = distributed.rank() == 0 and self.directory is not None and self.place(key)[0].is_file()
-        return bool(distributed.agree(found))
+        return bool(distributed.broadcast_value(found))
 
     def place(self, key: Mapping[str, Any]) -> tuple[Path, str]:
         """The file of a key, and the key in words."""

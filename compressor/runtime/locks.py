@@ -19,7 +19,7 @@ from pathlib import Path
 from filelock import lock_descriptor
 
 from compressor.runtime.errors import InputError
-from compressor.runtime.interrupts import TRACES
+from compressor.runtime.interrupts import WRITTEN
 
 SCRATCH = ".compressor-scratch-"
 OWNER_LOCK = "lock"  # the file in a temporary directory that its owner keeps locked
@@ -44,7 +44,7 @@ def locked(target: Path, warn: Callable[[str], None]) -> Iterator[None]:
     handle = None
     try:
         handle = acquire(file, target, warn)
-        TRACES.unfinished.add(file)
+        WRITTEN.unfinished.add(file)
         yield
     finally:
         if handle is not None:
@@ -52,7 +52,7 @@ def locked(target: Path, warn: Callable[[str], None]) -> Iterator[None]:
                 missing_ok=True
             )  # before the lock is dropped, so that whoever gets it next sees that it has gone
             os.close(handle)
-        TRACES.unfinished.discard(file)
+        WRITTEN.unfinished.discard(file)
         remove_empty(made)
 
 
@@ -95,13 +95,13 @@ def acquire(file: Path, target: Path, warn: Callable[[str], None]) -> int:
 def owned_directory(parent: Path, prefix: str) -> Iterator[Path]:
     """A temporary directory that `remove_abandoned` in another process leaves alone while the context is open."""
     folder, handle = make_owned(parent, prefix)
-    TRACES.unfinished.add(folder)
+    WRITTEN.unfinished.add(folder)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(handle)
-        TRACES.unfinished.discard(folder)
+        WRITTEN.unfinished.discard(folder)
 
 
 def scratch_directory(owner: object, parent: Path | None = None) -> Path:
