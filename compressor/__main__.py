@@ -1,12 +1,12 @@
 """`python -m compressor` is `compress`."""
 
 from compressor.cli.app import main
-from compressor.runtime.interrupts import leaving_at_once
+from compressor.runtime.interrupts import exit_without_teardown
 
 
 def run() -> None:
-    """The command in a process of its own."""
-    with leaving_at_once():
+    """Run the command as the only work of this process."""
+    with exit_without_teardown():
         main()
 
 

@@ -14,13 +14,20 @@ import torch
 from torch import Tensor
 
 from compressor.runtime.errors import InputError, reason_of
-from compressor.runtime.names import HUB_SPLITS, HUB_TEXTS, UNNAMED, split_name
+from compressor.runtime.names import (
+    CALIBRATION_TOKENS,
+    HUB_SPLITS,
+    HUB_TEXTS,
+    SELECTION_TOKENS,
+    UNNAMED,
+    VERIFICATION_TOKENS,
+    split_name,
+)
 from compressor.runtime.network import why_unreachable
 
 DEMO_TEXT = Path(__file__).parent / "demo" / "text"
 TEXT_ALTERNATIVES = "use --text PATH for a local file, or --text demo for the built-in text"
 SPLITS = ("calibration", "selection", "verification")
-CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS = 24_576, 8_192, 16_384
 HELD_OUT_EVERY = 5  # every fifth calibration window is held out of the fit: it chooses ridges and measures R²
 PIECE = 1_000_000  # characters tokenised at a time
 CHARACTERS_PER_TOKEN = 64  # a text longer than this per wanted token is thinned before it is tokenised

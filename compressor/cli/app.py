@@ -1,4 +1,4 @@
-"""The command `compress`: parse, validate, call. torch is imported only when a command runs."""
+"""The command `compress`: every command parses, calls, prints and exits. torch is imported only when one runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import typer
 from typer.core import TyperGroup
 
 from compressor import __version__
-from compressor.cli import delivery
-from compressor.cli import options as opt
-from compressor.cli.exit import end
+from compressor.cli.exit import run_and_exit
+from compressor.cli.options import Debug, Json, RunOptions, Values, spread_budgets, with_options
 from compressor.cli.output import emit
-from compressor.runtime.errors import DONE, MISSED
+from compressor.pipelines import recipe
+from compressor.runtime.errors import DONE, MISSED, InputError
 
 if TYPE_CHECKING:
     from compressor.pipelines.job import Setting
@@ -39,18 +39,22 @@ Exit codes: 0 done and inside the budget; 1 the budget is missed or nothing fits
 """
 
 
-class WholeJob(TyperGroup):
-    """`compress MODEL …` is the command `run`, which nobody has to type."""
+EXPORT_TARGETS = ("gguf", "hf-dense", "onnx", "vllm")
+Directory = Annotated[Path, typer.Argument(help="a directory that compress wrote", show_default=False)]
+
+
+class RunByDefault(TyperGroup):
+    """`compress MODEL …` is `compress run MODEL …`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        args = opt.spread(args) or ["--help"]
+        args = spread_budgets(args) or ["--help"]
         if args[0] not in self.commands and args[0] not in ("--help", "--version"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
 
 app = typer.Typer(
-    cls=WholeJob,
+    cls=RunByDefault,
     help=EXAMPLES,
     add_completion=False,
     rich_markup_mode=None,
@@ -58,16 +62,10 @@ app = typer.Typer(
 )
 
 
-def recipe_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """A command's parameters that are keys of a recipe."""
-    elsewhere = {"recipe_file", "trust_remote_code", "as_json", "debug", "plan_file", "plan_out", "cache", "no_cache"}
-    return {key: value for key, value in values.items() if key not in elsewhere}
-
-
 def refuse_early(
-    model: str | None, values: dict[str, Any], recipe_file: Path | None = None, trust_remote_code: bool = False
+    model: str | None, values: Values, recipe_file: Path | None = None, trust_remote_code: bool = False
 ) -> None:
-    """What can be refused before torch is imported, which takes longer than this."""
+    """Refuse what can be refused before torch is imported, which takes longer than this."""
     from compressor.evaluate import task_files
     from compressor.models import hub
 
@@ -76,234 +74,124 @@ def refuse_early(
     task_files.refuse_early(values.get("tasks"), values.get("task_path"), recipe_file, trust_remote_code)
 
 
-def begin(trust_remote_code: bool, cache: Path | None = None, no_cache: bool = False) -> Setting:
+def start(options: RunOptions) -> Setting:
+    """Join the other processes of this run, if there are any, and open the cache."""
     from compressor.pipelines.job import Setting
     from compressor.runtime import distributed
     from compressor.runtime.cache import Cache, default_directory
     from compressor.runtime.locks import scratch_directory
     from compressor.runtime.progress import Progress
 
-    distributed.begin()
+    distributed.join_processes()
     progress = Progress(visible=distributed.rank() == 0)
-    directory = scratch_directory(progress) if no_cache else cache or default_directory()  # gone with the run
-    return Setting(progress, trust_remote_code, Cache(directory, progress))
+    # Without a cache, measurements go to a directory that is removed with the run.
+    directory = scratch_directory(progress) if options.no_cache else options.cache or default_directory()
+    return Setting(progress, options.trust_remote_code, Cache(directory, progress))
 
 
 @app.command()
-def run(
-    model: opt.Model = None,
-    max_dppl: opt.MaxDppl = None,
-    out: opt.Out = None,
-    text: opt.TextNames = None,
-    recipe_file: opt.RecipeFile = None,
-    overwrite: opt.Overwrite = None,
-    confidence: opt.Confidence = None,
-    objective: opt.Objective = None,
-    seq_len: opt.SeqLen = None,
-    calib_tokens: opt.CalibTokens = None,
-    select_tokens: opt.SelectTokens = None,
-    verify_tokens: opt.VerifyTokens = None,
-    tasks: opt.Tasks = None,
-    max_task_drop: opt.MaxTaskDrop = None,
-    task_path: opt.TaskPath = None,
-    task_limit: opt.TaskLimit = None,
-    generate: opt.Generate = None,
-    prompts: opt.Prompts = None,
-    swap: opt.Swap = None,
-    swap_tokens: opt.SwapTokens = None,
-    probe: opt.Probe = None,
-    probe_steps: opt.ProbeSteps = None,
-    cross: opt.Cross = None,
-    batch_size: opt.BatchSize = None,
-    seed: opt.Seed = None,
-    device: opt.Device = None,
-    dtype: opt.Dtype = None,
-    low_memory: opt.LowMemory = None,
-    revision: opt.Revision = None,
-    cache: opt.CacheDirectory = None,
-    no_cache: opt.NoCache = False,
-    trust_remote_code: opt.Trust = False,
-    as_json: opt.Json = False,
-    debug: opt.Debug = False,
-) -> None:
+@with_options
+def run(values: Values, options: RunOptions) -> None:
     """The whole job; `compress MODEL …` is short for `compress run MODEL …`."""
-    values = recipe_keys(locals())
-    refuse_early(model, values, recipe_file, trust_remote_code)
-    from compressor.pipelines import compress, recipe
+    refuse_early(values["model"], values, options.recipe_file, options.trust_remote_code)
+    from compressor.pipelines import compress
     from compressor.report import summary, tables
 
-    settings = recipe.resolve(recipe_file, values)
-    report = compress.compress(settings, begin(trust_remote_code, cache, no_cache))
+    settings = recipe.resolve(options.recipe_file, values)
+    report = compress.compress(settings, start(options))
     lines = [*summary.finding_lines(report), *tables.result_lines(report)]
-    emit(report, as_json, lines, tables.block_table(report))
+    emit(report, options.as_json, lines, tables.block_table(report))
 
 
 @app.command()
+@with_options
 def profile(
-    models: opt.Models = None,
-    out: opt.ReportOut = None,
-    overwrite: opt.Overwrite = None,
-    text: opt.Corpora = None,
-    recipe_file: opt.RecipeFile = None,
-    swap: opt.Swap = None,
-    swap_tokens: opt.SwapTokens = None,
-    probe: opt.Probe = None,
-    probe_steps: opt.ProbeSteps = None,
-    cross: opt.Cross = None,
-    seq_len: opt.SeqLen = None,
-    calib_tokens: opt.CalibTokens = None,
-    select_tokens: opt.SelectTokens = None,
-    verify_tokens: opt.VerifyTokens = None,
-    batch_size: opt.BatchSize = None,
-    seed: opt.Seed = None,
-    device: opt.Device = None,
-    dtype: opt.Dtype = None,
-    low_memory: opt.LowMemory = None,
-    revision: opt.Revision = None,
-    cache: opt.CacheDirectory = None,
-    no_cache: opt.NoCache = False,
-    trust_remote_code: opt.Trust = False,
-    as_json: opt.Json = False,
-    debug: opt.Debug = False,
+    values: Values,
+    options: RunOptions,
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL", help="hub ids, local directories, or `demo`", show_default=False),
+    ] = None,
 ) -> None:
     """The linearity report: how linear every block is, what it costs to replace it, and which must not be touched.
 
     Writes report.html, figures, JSON and CSV; --json without --out only prints the record.
     """
-    values = recipe_keys(locals())
-    values.pop("models")
     for model in models or [""]:
         refuse_early(model or None, values)
-    from compressor.pipelines import profile, recipe
+    from compressor.pipelines import profile
     from compressor.report import summary
 
-    settings = recipe.resolve(recipe_file, values)
-    settings = settings.model_copy(update={"out": out})  # a recipe's own is where its compressed model goes
-    report = profile.profile(settings, models or [], begin(trust_remote_code, cache, no_cache), write=not as_json)
-    emit(report, as_json, summary.profile_lines(report), summary.profile_tables(report))
+    settings = recipe.resolve(options.recipe_file, values)
+    settings = settings.model_copy(update={"out": values["out"]})  # a recipe's own is where its compressed model goes
+    report = profile.profile(settings, models or [], start(options), write=not options.as_json)
+    emit(report, options.as_json, summary.profile_lines(report), summary.profile_tables(report))
 
 
 @app.command()
+@with_options
 def plan(
-    model: opt.Model = None,
-    max_dppl: opt.MaxDppl = None,
+    values: Values,
+    options: RunOptions,
     plan_out: Annotated[Path, typer.Option("--out", help="file to write")] = Path("plan.json"),
-    text: opt.TextNames = None,
-    recipe_file: opt.RecipeFile = None,
-    confidence: opt.Confidence = None,
-    objective: opt.Objective = None,
-    seq_len: opt.SeqLen = None,
-    calib_tokens: opt.CalibTokens = None,
-    select_tokens: opt.SelectTokens = None,
-    verify_tokens: opt.VerifyTokens = None,
-    batch_size: opt.BatchSize = None,
-    seed: opt.Seed = None,
-    device: opt.Device = None,
-    dtype: opt.Dtype = None,
-    low_memory: opt.LowMemory = None,
-    revision: opt.Revision = None,
-    cache: opt.CacheDirectory = None,
-    no_cache: opt.NoCache = False,
-    trust_remote_code: opt.Trust = False,
-    as_json: opt.Json = False,
-    debug: opt.Debug = False,
 ) -> None:
     """Measure and search: write plan.json, touch no weights. Several budgets (--max-dppl 0.5 1 2) give the frontier."""
-    values = recipe_keys(locals())
-    refuse_early(model, values)
-    from compressor.pipelines import compress, recipe
+    refuse_early(values["model"], values)
+    from compressor.pipelines import compress
     from compressor.report import tables
 
-    settings = recipe.resolve(recipe_file, values)
-    report = compress.plan(settings, plan_out, begin(trust_remote_code, cache, no_cache))
+    settings = recipe.resolve(options.recipe_file, values)
+    report = compress.plan(settings, plan_out, start(options))
     if "frontier" in report:
-        emit(report, as_json, tables.frontier_lines(report, plan_out), tables.frontier_table(report))
+        emit(report, options.as_json, tables.frontier_lines(report, plan_out), tables.frontier_table(report))
         raise typer.Exit(DONE if any(point["removed"] for point in report["frontier"]) else MISSED)
-    emit(report, as_json, tables.plan_lines(report, plan_out), tables.block_table(report))
+    emit(report, options.as_json, tables.plan_lines(report, plan_out), tables.block_table(report))
 
 
 @app.command()
+@with_options
 def apply(
+    values: Values,
+    options: RunOptions,
     model: Annotated[str, typer.Argument(help="the model that the plan was made for", show_default=False)],
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json", show_default=False)],
-    out: opt.Out = None,
-    overwrite: opt.Overwrite = None,
-    max_dppl: opt.MaxDppl = None,
-    confidence: opt.Confidence = None,
-    tasks: opt.Tasks = None,
-    max_task_drop: opt.MaxTaskDrop = None,
-    task_path: opt.TaskPath = None,
-    task_limit: opt.TaskLimit = None,
-    generate: opt.Generate = None,
-    prompts: opt.Prompts = None,
-    batch_size: opt.BatchSize = None,
-    device: opt.Device = None,
-    dtype: opt.Dtype = None,
-    low_memory: opt.LowMemory = None,
-    revision: opt.Revision = None,
-    cache: opt.CacheDirectory = None,
-    no_cache: opt.NoCache = False,
-    trust_remote_code: opt.Trust = False,
-    as_json: opt.Json = False,
-    debug: opt.Debug = False,
 ) -> None:
     """Fit, patch and save a given plan, if it holds its budget."""
-    values = recipe_keys(locals())
-    refuse_early(model, values, None, trust_remote_code)
-    from compressor.pipelines import compress, recipe
+    refuse_early(model, values, None, options.trust_remote_code)
+    from compressor.pipelines import compress
     from compressor.report import tables
 
-    settings = recipe.resolve(None, values)
-    report = compress.apply(settings, plan_file, begin(trust_remote_code, cache, no_cache))
-    emit(report, as_json, tables.result_lines(report), tables.block_table(report))
+    settings = recipe.resolve(None, {"model": model, **values})
+    report = compress.apply(settings, plan_file, start(options))
+    emit(report, options.as_json, tables.result_lines(report), tables.block_table(report))
 
 
 @app.command()
+@with_options
 def check(
-    directory: opt.Directory,
-    max_dppl: opt.MaxDppl = None,
-    source: opt.SourceModel = None,
-    baseline: opt.Baseline = None,
-    update_baseline: opt.UpdateBaseline = False,
-    tolerance: opt.Tolerance = 0.005,
-    junit: opt.Junit = None,
-    page: opt.Page = None,
-    text: opt.TextNames = None,
-    confidence: opt.Confidence = None,
-    seq_len: opt.SeqLen = None,
-    verify_tokens: opt.VerifyTokens = None,
-    tasks: opt.Tasks = None,
-    max_task_drop: opt.MaxTaskDrop = None,
-    task_path: opt.TaskPath = None,
-    task_limit: opt.TaskLimit = None,
-    generate: opt.Generate = None,
-    prompts: opt.Prompts = None,
-    batch_size: opt.BatchSize = None,
-    seed: opt.Seed = None,
-    device: opt.Device = None,
-    dtype: opt.Dtype = None,
-    low_memory: opt.LowMemory = None,
-    cache: opt.CacheDirectory = None,
-    no_cache: opt.NoCache = False,
-    trust_remote_code: opt.Trust = False,
-    as_json: opt.Json = False,
-    debug: opt.Debug = False,
+    values: Values,
+    options: RunOptions,
+    directory: Directory,
+    source: Annotated[str | None, typer.Option("--source", help="the source model  [as recorded]")] = None,
+    baseline: Annotated[Path | None, typer.Option(help="file of an earlier check to compare with")] = None,
+    update_baseline: Annotated[bool, typer.Option("--update-baseline", help="write it from this check")] = False,
+    tolerance: Annotated[float, typer.Option(help="how far a figure may fall behind the baseline")] = 0.005,
+    junit: Annotated[Path | None, typer.Option(help="write a JUnit XML file")] = None,
+    page: Annotated[Path | None, typer.Option("--report", help="write report.html")] = None,
 ) -> None:
     """The gate for CI: measure a checkpoint against its source again; exit 1 when a promise is broken."""
-    values = recipe_keys(locals())
-    values.pop("directory")
-    gate = {name: values.pop(name) for name in ("source", "baseline", "update_baseline", "tolerance", "junit", "page")}
-    refuse_early(None, values, directory / "recipe.yaml", trust_remote_code)
+    refuse_early(None, values, directory / "recipe.yaml", options.trust_remote_code)
     from compressor.pipelines import check
     from compressor.report import tables
 
-    report = check.check(directory, values, check.Gate(**gate), begin(trust_remote_code, cache, no_cache))
-    emit(report, as_json, tables.check_lines(report), tables.check_table(report))
+    gate = check.Gate(source, baseline, update_baseline, tolerance, junit, page)
+    report = check.check(directory, values, gate, start(options))
+    emit(report, options.as_json, tables.check_lines(report), tables.check_table(report))
     raise typer.Exit(DONE if report["passed"] else MISSED)
 
 
 @app.command()
-def info(directory: opt.Directory, as_json: opt.Json = False, debug: opt.Debug = False) -> None:
+def info(directory: Directory, as_json: Json = False, debug: Debug = False) -> None:
     """What a compressed checkpoint contains."""
     from compressor.report import tables
     from compressor.report.record import read_record
@@ -313,8 +201,74 @@ def info(directory: opt.Directory, as_json: opt.Json = False, debug: opt.Debug =
     emit(record, as_json, tables.info_lines(record), table)
 
 
-app.command()(delivery.push)
-app.command()(delivery.export)
+@app.command()
+def push(
+    directory: Directory,
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="OWNER/NAME on the Hugging Face Hub", show_default=False)],
+    private: Annotated[bool, typer.Option("--private", help="make the repository private if it is new")] = False,
+    branch: Annotated[str | None, typer.Option(help="branch to write to, made if it is missing  [main]")] = None,
+    message: Annotated[str | None, typer.Option(help="of the commit")] = None,
+    create_pr: Annotated[
+        bool, typer.Option("--create-pr", help="open a pull request instead of writing to the branch")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="write into a repository whose files compress did not write")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be sent, and send nothing")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Send a compressed checkpoint with its card to the Hub, in one commit; without a token, say what would be sent."""
+    from compressor.export import hub
+    from compressor.runtime.progress import Progress
+
+    report = hub.push(
+        directory,
+        repo,
+        private=private,
+        branch=branch,
+        message=message,
+        create_pr=create_pr,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        progress=Progress(visible=True),
+    )
+    emit(report, as_json, hub.push_lines(report), hub.push_table(report))
+
+
+@app.command()
+def export(
+    model: Annotated[
+        str, typer.Argument(metavar="DIR", help="a directory that compress wrote, or its hub id", show_default=False)
+    ],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="gguf: llama.cpp, one file; hf-dense: a stock checkpoint, no custom code; onnx: onnxruntime; "
+            "vllm: per-block widths, not run here"
+        ),
+    ],
+    out: Annotated[str, typer.Option(help="file (gguf) or directory to write; it appears whole or not at all")],
+    dtype: Annotated[
+        str | None, typer.Option(help="of the weights: f32, f16, bf16, and q8_0 for gguf  [as in DIR, if exact]")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier export in --out")] = False,
+    force: Annotated[bool, typer.Option("--force", help="also when nothing of the saving is left")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write a compressed checkpoint for llama.cpp, plain transformers, onnxruntime or vLLM: the same outputs."""
+    if to not in EXPORT_TARGETS:
+        raise InputError(f"--to {to} is not known; use {', '.join(EXPORT_TARGETS)}")
+    from compressor.models import hub
+
+    hub.refuse_out_of_reach(model)  # before torch is imported, which takes longer than this
+    from compressor.export import exporter
+    from compressor.runtime.progress import Progress
+
+    progress = Progress(visible=True)
+    report = exporter.export(model, to, out, dtype=dtype, overwrite=overwrite, force=force, progress=progress)
+    emit(report, as_json, exporter.export_lines(report), None)
 
 
 @app.callback(invoke_without_command=True)
@@ -331,4 +285,4 @@ def main() -> None:
     # transformers and tokenizers print advice that is not for the user of this command.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    end(lambda: app(standalone_mode=False), sys.argv[1:])
+    run_and_exit(lambda: app(standalone_mode=False), sys.argv[1:])

@@ -1,4 +1,4 @@
-"""How a command ends: with an exit code and, whatever went wrong, with one line, of however many processes."""
+"""The exit code of a command, and the one line that is printed when it fails, by one of however many processes."""
 
 from __future__ import annotations
 
@@ -7,37 +7,48 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stderr
+from types import ModuleType
 from typing import Any, NoReturn
 
-from compressor.runtime.errors import DONE, INTERRUPTED, explain, refuse_half_characters
-from compressor.runtime.interrupts import interrupts
+from compressor.runtime.errors import DONE, INTERRUPTED, refuse_invalid_utf8, report_error
+from compressor.runtime.interrupts import handle_interrupts
 
 
-def end(command: Callable[[], Any], words: Sequence[str]) -> NoReturn:
-    """Run the command, which was given these words, and leave the process."""
-    goes_on = "--no-cache" not in words and words[:1] not in (["export"], ["push"], ["info"])
-    with interrupts(goes_on, is_first_to_fail) as caught:
+def run_and_exit(command: Callable[[], Any], words: Sequence[str]) -> NoReturn:
+    """Run the command that was called with these arguments, and exit the process with its code."""
+    resumes = "--no-cache" not in words and words[:1] not in (["export"], ["push"], ["info"])
+    with handle_interrupts(resumes, is_first_to_fail) as caught:
         try:
-            refuse_half_characters([*words, os.getcwd()])
+            refuse_invalid_utf8([*words, os.getcwd()])
             code = command()
-            if code == INTERRUPTED:  # typer makes an interrupt this code, in silence
-                code = caught.tell()
+            if code == INTERRUPTED:  # typer returns this code for an interrupt and prints nothing
+                code = caught.print_line()
         except KeyboardInterrupt:
-            code = caught.tell()
+            code = caught.print_line()
         except Exception as error:
             if "--debug" in words:
                 raise
             with nullcontext() if caught.number or is_first_to_fail() else redirect_stderr(io.StringIO()):
-                ranks = sys.modules.get("compressor.runtime.distributed")
-                code = caught.tell() if caught.number else explain(ranks.told(error) if ranks else error)
+                code = caught.print_line() if caught.number else report_error(describe_failure(error))
     if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        sys.stdout.flush()  # the table of a gate that found a broken promise
+        sys.stdout.flush()  # a failed check has printed its table
         sys.stderr.flush()
-        os._exit(code)  # the others may be gone, and leaving in order would wait for them
+        os._exit(code)  # an orderly exit would wait for the other processes, which may be gone
     sys.exit(code or DONE)
 
 
+def joined_processes() -> ModuleType | None:
+    """The module `distributed` if a command has imported it; importing it here would import torch."""
+    return sys.modules.get("compressor.runtime.distributed")
+
+
+def describe_failure(error: Exception) -> BaseException:
+    """The error; the loss of another process becomes an error that says so."""
+    distributed: Any = joined_processes()
+    return distributed.describe_failure(error) if distributed else error
+
+
 def is_first_to_fail() -> bool:
-    """Of several processes one prints the line. Before they have met, that is the first."""
-    ranks = sys.modules.get("compressor.runtime.distributed")  # importing it here would import torch
-    return bool(ranks.is_first_to_fail()) if ranks else int(os.environ.get("RANK", "0")) == 0
+    """Whether this process prints the line. Before the processes have joined, that is the first one's task."""
+    distributed: Any = joined_processes()
+    return bool(distributed.is_first_to_fail()) if distributed else int(os.environ.get("RANK", "0")) == 0

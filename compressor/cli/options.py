@@ -1,108 +1,150 @@
-"""The options of the command, each once: its type, its name and what `--help` says about it."""
+"""The options of every command. Those that set a key of the recipe are made from the fields of `Recipe`, where their
+types, defaults and help texts stand once."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from inspect import Parameter
 from pathlib import Path
-from typing import Annotated
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-Model = Annotated[str | None, typer.Argument(help="hub id, local directory, or `demo`", show_default=False)]
-Models = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="MODEL", help="hub ids, local directories, or `demo`", show_default=False),
-]
-Directory = Annotated[Path, typer.Argument(help="a directory that compress wrote", show_default=False)]
-MaxDppl = Annotated[
-    list[str] | None,
-    typer.Option(help="largest rise in perplexity: 1.0, or 2% of the baseline; NAME=1.0 for one text of several"),
-]
-Confidence = Annotated[float | None, typer.Option(help="of the interval's upper end; 0 = point estimate  [0.95]")]
-Objective = Annotated[
-    str | None,
-    typer.Option(help="speed: nothing that runs slower than what it replaces; size: the fewest parameters  [speed]"),
-]
-Out = Annotated[str | None, typer.Option(help="directory to write; it appears whole or not at all")]
-Overwrite = Annotated[bool | None, typer.Option("--overwrite", help="replace an earlier result in --out")]
-RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="YAML file with any of these options")]
-TextNames = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--text",
-        help="UTF-8 file (repeat for several; NAME=FILE for a text with a budget of its own), wikitext2, "
-        "hub:OWNER/NAME, or demo  [wikitext2]",
-    ),
-]
-Tasks = Annotated[list[str] | None, typer.Option(help="lm-eval tasks, by commas: lambada_openai,piqa or piqa:acc_norm")]
-TaskPath = Annotated[list[str] | None, typer.Option(help="directory of lm-eval YAML files on local data")]
-TaskLimit = Annotated[int | None, typer.Option(help="documents per task  [all]")]
-MaxTaskDrop = Annotated[
-    list[str] | None, typer.Option(help="largest fall of a task's score: 0.01, or NAME=0.02 for one task")
-]
-Generate = Annotated[
-    int | None, typer.Option(help="tokens per continuation, to see whether it still talks; 0 = off  [48]")
-]
-Prompts = Annotated[str | None, typer.Option(help="file with one prompt per line  [beginnings of the text]")]
-CacheDirectory = Annotated[
-    Path | None, typer.Option("--cache", help="where measurements are kept  [~/.cache/compressor]")
-]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="measure everything again")]
-SeqLen = Annotated[int | None, typer.Option(help="tokens per window  [512, or the model's context]")]
-CalibTokens = Annotated[int | None, typer.Option(help="tokens to measure and fit on  [24576]")]
-SelectTokens = Annotated[int | None, typer.Option(help="tokens to search on  [8192]")]
-VerifyTokens = Annotated[int | None, typer.Option(help="tokens to report on  [16384]")]
-BatchSize = Annotated[int | None, typer.Option(help="windows per forward pass  [8]")]
-Seed = Annotated[int | None, typer.Option(help="which windows are drawn  [0]")]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:N, mps  [auto]")]
-Dtype = Annotated[str | None, typer.Option(help="to compute in: auto, float32, bfloat16, float16  [auto]")]
-LowMemory = Annotated[
-    bool | None,
-    typer.Option("--low-memory", help="leave weights on disk, read each layer when it runs: same result, slower"),
-]
-Revision = Annotated[str | None, typer.Option(help="commit, branch or tag of a hub id")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="run code that comes with the model")]
+from compressor.pipelines.recipe import Recipe
+
+Values = dict[str, Any]  # what was given on the command line, by key of the recipe; None: it was not given
 Json = Annotated[bool, typer.Option("--json", help="print the report alone, as JSON")]
 Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
 
-# of the linearity report
-ReportOut = Annotated[str | None, typer.Option("--out", help="directory of the report  [MODEL-profile]")]
-Corpora = Annotated[
-    list[str] | None,
-    typer.Option("--text", help="UTF-8 file, wikitext2, hub:OWNER/NAME, or demo; repeat to compare corpora"),
-]
-Swap = Annotated[
-    bool | None,
-    typer.Option(
-        "--swap/--no-swap",
-        help="replace every block alone by its linear map and measure ΔPPL  [on below 500 M parameters]",
-        show_default=False,
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """How to run a command: the options that several commands share and no recipe holds."""
+
+    recipe_file: Annotated[Path | None, typer.Option("--recipe", help="YAML file with any of these options")] = None
+    cache: Annotated[
+        Path | None, typer.Option("--cache", help="where measurements are kept  [~/.cache/compressor]")
+    ] = None
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="measure everything again")] = False
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="run code that comes with the model")
+    ] = False
+    as_json: Json = False
+    debug: Debug = False  # read by cli.exit, before the options are parsed
+
+
+TOKENS = ("seq_len", "calib_tokens", "select_tokens", "verify_tokens")
+TASKS = ("tasks", "max_task_drop", "task_path", "task_limit", "generate", "prompts")
+PROBES = ("swap", "swap_tokens", "probe", "probe_steps", "cross")
+MACHINE = ("device", "dtype", "low_memory")
+RUN = ("cache", "no_cache", "trust_remote_code", "as_json", "debug")
+
+# Command → its parameters in the order of `--help`: fields of Recipe and RunOptions, and parameters of its function.
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "run": (
+        *("model", "max_dppl", "out", "text", "recipe_file", "overwrite", "confidence", "objective"),
+        *(*TOKENS, *TASKS, *PROBES, "batch_size", "seed", *MACHINE, "revision", *RUN),
     ),
-]
-SwapTokens = Annotated[int | None, typer.Option(help="tokens of the selection text for --swap  [4096]")]
-Probe = Annotated[
-    list[str] | None,
-    typer.Option(help="bilinear: is the residual quadratic; trained: how far Adam stays below the closed form"),
-]
-ProbeSteps = Annotated[int | None, typer.Option(help="steps of --probe trained  [1000]")]
-Cross = Annotated[
-    str | None, typer.Option(help="a model of the same width: its blocks on this model's inputs, and the reverse")
-]
+    "profile": (
+        *("models", "out", "overwrite", "text", "recipe_file"),
+        *(*PROBES, *TOKENS, "batch_size", "seed", *MACHINE, "revision", *RUN),
+    ),
+    "plan": (
+        *("model", "max_dppl", "plan_out", "text", "recipe_file", "confidence", "objective"),
+        *(*TOKENS, "batch_size", "seed", *MACHINE, "revision", *RUN),
+    ),
+    "apply": (
+        *("model", "plan_file", "out", "overwrite", "max_dppl", "confidence"),
+        *(*TASKS, "batch_size", *MACHINE, "revision", *RUN),
+    ),
+    "check": (
+        *("directory", "max_dppl", "source", "baseline", "update_baseline", "tolerance", "junit", "page"),
+        *("text", "confidence", "seq_len", "verify_tokens", *TASKS, "batch_size", "seed", *MACHINE, *RUN),
+    ),
+}
+ARGUMENTS = ("model",)  # fields of the recipe that are given without the name of an option
+# Help texts that differ from the description of the field.
+HELP = {
+    ("profile", "out"): "directory of the report  [MODEL-profile]",
+    ("profile", "text"): "UTF-8 file, wikitext2, hub:OWNER/NAME, or demo; repeat to compare corpora",
+}
 
-# of `check` alone
-SourceModel = Annotated[str | None, typer.Option("--source", help="the source model  [as recorded]")]
-Baseline = Annotated[Path | None, typer.Option(help="file of an earlier check to compare with")]
-UpdateBaseline = Annotated[bool, typer.Option("--update-baseline", help="write it from this check")]
-Tolerance = Annotated[float, typer.Option(help="how far a figure may fall behind the baseline")]
-Junit = Annotated[Path | None, typer.Option(help="write a JUnit XML file")]
-Page = Annotated[Path | None, typer.Option("--report", help="write report.html")]
+
+def with_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of its row in COMMANDS.
+
+    The function is called with `values` (the keys of the recipe), with `options` (RunOptions), and with the parameters
+    that it declares itself.
+    """
+    command = function.__name__
+    own = {parameter.name: parameter for parameter in declared_parameters(function)}
+    shared = {parameter.name: parameter for parameter in shared_parameters()}
+    parameters = {
+        name: own.get(name) or shared.get(name) or recipe_parameter(command, name) for name in COMMANDS[command]
+    }
+
+    def run(**given: Any) -> None:
+        options = RunOptions(**{name: given.pop(name) for name in shared if name in given})
+        arguments = {name: given.pop(name) for name in own if name in given}
+        function(given, options, **arguments)
+
+    run.__name__, run.__doc__ = command, function.__doc__
+    run.__annotations__ = {}  # typer reads the signature
+    run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    return run
 
 
-def spread(args: list[str]) -> list[str]:
+def declared_parameters(function: Callable[..., None]) -> Iterator[Parameter]:
+    """The parameters of a function with their types evaluated, as keywords, so that any order is allowed."""
+    types = get_type_hints(function, include_extras=True)
+    for parameter in inspect.signature(function).parameters.values():
+        yield parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=types[parameter.name])
+
+
+def shared_parameters() -> Iterator[Parameter]:
+    types = get_type_hints(RunOptions, include_extras=True)
+    for field in dataclasses.fields(RunOptions):
+        yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name])
+
+
+def recipe_parameter(command: str, name: str) -> Parameter:
+    """One field of the recipe as a parameter of a command; None stands for an option that is not given."""
+    field = Recipe.model_fields[name]
+    kind = option_type(field.annotation)
+    text = HELP.get((command, name), field.description)
+    info: Any
+    if name in ARGUMENTS:
+        info = typer.Argument(help=text, show_default=False)
+    elif kind is bool:
+        flag = f"--{name.replace('_', '-')}"
+        both = f"{flag}/--no-{flag[2:]}"
+        info = typer.Option(both if field.default is None else flag, help=text, show_default=False)
+    else:
+        info = typer.Option(help=text if field.default is None else f"{text}  [{field.default}]")
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info])
+
+
+def option_type(annotation: Any) -> Any:
+    """What the command line makes of a value before the recipe validates it: a list of words, a number, a word."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return option_type(next(part for part in parts if part is not type(None)))
+    if origin is Annotated:
+        return option_type(parts[0])
+    if origin is list:
+        return list[str]
+    return str if origin is Literal else annotation
+
+
+def spread_budgets(args: list[str]) -> list[str]:
     """`--max-dppl 0.5 1 2` is `--max-dppl 0.5 --max-dppl 1 --max-dppl 2`."""
-    found: list[str] = []
+    spread: list[str] = []
     amounts = False
     for arg in args:
         amounts = amounts and arg.removesuffix("%").replace(".", "", 1).isdigit()
-        found += ["--max-dppl", arg] if amounts and found[-1] != "--max-dppl" else [arg]
+        spread += ["--max-dppl", arg] if amounts and spread[-1] != "--max-dppl" else [arg]
         amounts = amounts or arg == "--max-dppl"
-    return found
+    return spread

@@ -1,4 +1,4 @@
-"""The result on stdout: JSON alone, or tables and a few lines. Nothing that a file says commands the terminal."""
+"""The result on stdout: JSON alone, or tables and a few lines. Control characters are escaped."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from rich.segment import Segment
     from rich.table import Table
 
-# JSON escapes only the controls below a space; these are as able to harm, or cannot be written.
+# JSON escapes only the control characters below a space; these command a terminal as well, or cannot be encoded.
 UNPRINTABLE = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-class Harmless:
-    """A table whose cells hold no control characters."""
+class EscapedTable:
+    """A table in whose cells control characters are escaped."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -30,11 +30,11 @@ class Harmless:
 
 
 def emit(report: dict[str, Any], as_json: bool, lines: list[str], table: Table | list[Table] | None) -> None:
-    """Once, however many processes there are."""
+    """Print the report as JSON, or the tables and the lines. Of several processes only the first prints."""
     from compressor.runtime import distributed
 
     first = distributed.rank() == 0
-    distributed.end()
+    distributed.leave_processes()
     if not first:
         return
     if as_json:
@@ -45,13 +45,13 @@ def emit(report: dict[str, Any], as_json: bool, lines: list[str], table: Table |
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    for one in table if isinstance(table, list) else [table] if table else []:
-        console.print(Harmless(one))
+    for part in table if isinstance(table, list) else [table] if table else []:
+        console.print(EscapedTable(part))
         console.print()
     for line in lines:
-        console.print(one_line(line), markup=False, soft_wrap=True)
+        console.print(escape_line(line), markup=False, soft_wrap=True)
 
 
-def one_line(text: str) -> str:
-    """A line that stays one: a name with a newline in it must not look like a line of its own."""
+def escape_line(text: str) -> str:
+    """Control characters and newlines are escaped, so that a name with a newline in it does not begin a new line."""
     return visible(text).replace("\n", "␊")

@@ -137,7 +137,7 @@ class Evaluator:
         def run() -> Scores:
             return score(model, self.tokenizer, task, self.context, only=only, step=step)
 
-        return self.context.cache.get(f"{step} {task.name}", key, lambda: distributed.once(run))
+        return self.context.cache.get(f"{step} {task.name}", key, lambda: distributed.compute_on_first(run))
 
     def written(self, model: Any, step: str, identity: Identity) -> Tensor | None:
         if not self.prompts:
@@ -148,7 +148,7 @@ class Evaluator:
         def run() -> dict[str, Tensor]:
             return {"written": continue_greedily(model, self.prompts, self.tokens, self.context.progress, name)}
 
-        return self.context.cache.get(name, key, lambda: distributed.once(run))["written"]
+        return self.context.cache.get(name, key, lambda: distributed.compute_on_first(run))["written"]
 
     def along(self, model: Any, written: Tensor, step: str, identity: Identity) -> Tensor:
         """What the model would say at every step of another's continuations."""
@@ -157,7 +157,7 @@ class Evaluator:
         def run() -> dict[str, Tensor]:
             return {"along": choices_along(model, self.prompts, written, self.context.progress, f"{step} agrees")}
 
-        return self.context.cache.get(f"{step} agrees", key, lambda: distributed.once(run))["along"]
+        return self.context.cache.get(f"{step} agrees", key, lambda: distributed.compute_on_first(run))["along"]
 
     def key(self, kind: str, identity: Identity, text: str, **more: Any) -> dict[str, Any]:
         return cache_key(kind, identity, text, batch=self.context.batch_size, **more)

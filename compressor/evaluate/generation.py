@@ -19,7 +19,6 @@ from compressor.runtime.errors import InputError
 from compressor.runtime.progress import Progress
 from compressor.text import Text, bos_prefix, read_file
 
-CONTINUATION_TOKENS = 48
 PROMPTS = 16
 PROMPT_TOKENS = 32
 REPEATED = 4  # a run of this many tokens that came before counts as repetition

@@ -134,7 +134,7 @@ def evaluate(
     context = context or RunContext()
     progress = context.progress if step else Progress()
     size = logits_batch(model, windows.shape[1], context.batch_size)
-    parts = distributed.mine(batches(windows, size))
+    parts = distributed.own_share(batches(windows, size))
     found: list[Tensor] = []
     with progress.bar(step or "evaluate", len(parts)) as advance:
         if weights_of(model) is not None:  # every layer is read once, not once a batch

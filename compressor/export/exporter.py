@@ -27,9 +27,16 @@ from compressor.report.export_record import ExportRecord, ExportSizes, RuntimeCh
 from compressor.report.record import Record, SavedRecord, describe_tool, read_record
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import EXPORT, RECORD
-from compressor.runtime.outputs import refusing_disk, reserved, reserved_file, whole_directory, whole_file, write_json
+from compressor.runtime.outputs import (
+    reporting_disk_errors,
+    reserved,
+    reserved_file,
+    whole_directory,
+    whole_file,
+    write_json,
+)
 from compressor.runtime.progress import Progress
-from compressor.runtime.resources import ShortMemory, require_disk
+from compressor.runtime.resources import NotEnoughMemory, require_disk
 
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in FLOATS.items()}
@@ -95,7 +102,7 @@ def run_export(request: ExportRequest, progress: Progress) -> ExportRecord:
     record = read_record(checkpoint) if (checkpoint / RECORD).is_file() else None
     with reserve_output(request, progress) as target:
         job = open_job(request, dtypes, record, progress)
-        with refusing_disk(target):
+        with reporting_disk_errors(target):
             written = write(job, target)
     size = sum(file.stat().st_size for file in [target, *target.rglob("*")] if file.is_file())
     return written.model_copy(update={"out": str(target), "bytes": size, "seconds": time.perf_counter() - began})
@@ -119,7 +126,7 @@ def open_job(
     try:
         with quiet():
             model, tokenizer = load_model(request.model, device="cpu", dtype="float32", allow_compressed=True)
-    except ShortMemory as error:
+    except NotEnoughMemory as error:
         raise InputError(f"{error.shortage}; export it where there is more") from error
     if not replacements(model):
         raise InputError(f"{request.model} is not a compressed checkpoint; give a directory that compress wrote")

@@ -17,7 +17,7 @@ from compressor.runtime.errors import InputError, causes, reason_of
 from compressor.runtime.names import RECORD
 from compressor.runtime.network import is_repo_id, why_unreachable
 from compressor.runtime.progress import Progress
-from compressor.runtime.resources import amount
+from compressor.runtime.resources import format_bytes
 
 MAIN = constants.DEFAULT_REVISION
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
@@ -55,7 +55,7 @@ def push(
         return record.model_copy(update={"reason": "--dry-run" if dry_run else f"there is no token; {LOG_IN}"})
     with explaining_refusals(repo, branch):
         api = open_client()
-        (progress or Progress()).say(f"send {amount(record.bytes)} to {repo}")
+        (progress or Progress()).say(f"send {format_bytes(record.bytes)} to {repo}")
         removed, created = prepare_repository(api, upload, repo, private, branch, overwrite)
         operations = [CommitOperationAdd(name, content) for name, content in upload.files.items()]
         commit = api.create_commit(

@@ -24,7 +24,7 @@ from transformers import DynamicCache, GenerationConfig
 from compressor.export.stock import stock_config
 from compressor.models.load import quiet
 from compressor.models.source import context_of
-from compressor.runtime.errors import InputError, causes, is_out_of_memory, number_of, shorten
+from compressor.runtime.errors import InputError, causes, errno_of, is_out_of_memory, shorten
 from compressor.runtime.progress import Progress
 
 PACKAGES = ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
@@ -317,7 +317,7 @@ def refusing_as_unfit() -> Iterator[None]:
         raise
     except Exception as error:
         chain = list(causes(error))
-        if any(is_out_of_memory(cause) or number_of(cause) is not None for cause in chain):
+        if any(is_out_of_memory(cause) or errno_of(cause) is not None for cause in chain):
             raise
         reason = " ".join(str(chain[-1]).split()) or type(chain[-1]).__name__
         raise Unfit(shorten(reason)) from error

@@ -86,7 +86,7 @@ def walk_gradients(
                 entries.append(stream.states)
                 stream.step()
                 advance(1)
-            gradients = from_the_top(model, stream, distributed.mine(batches(windows, size)))
+            gradients = from_the_top(model, stream, distributed.own_share(batches(windows, size)))
             for block in reversed(blocks):
                 rows, gradients = go_back(model, block, stream, entries.pop(), gradients)
                 see(block, Gradients(*(torch.cat(distributed.gather([row[k] for row in rows])) for k in range(3))))

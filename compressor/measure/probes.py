@@ -94,7 +94,7 @@ def affordable(width: int) -> int:
 
 def draw_windows(text: Text, width: int, progress: Progress, seed: int = 0) -> tuple[Tensor, Tensor, bool]:
     """Fitting and held-out windows for probes, and whether they had to be drawn from more."""
-    rows, most = text.calibration.tokens, distributed.agree(affordable(width))
+    rows, most = text.calibration.tokens, distributed.broadcast_value(affordable(width))
     if rows <= most:
         return text.fitting, text.held_out, False
     count = max(HELD_OUT_EVERY, most // text.seq_len)

@@ -121,7 +121,7 @@ class _Measurer:
         with progress.bar("measure", len(self.blocks)) as advance:
             advance(len(found))
             streams = self.streams(missing[0]) if missing else []
-            for group in distributed.groups(missing):
+            for group in distributed.rounds(missing):
                 for block, kept in zip(group, self.look(group, *streams), strict=True):
                     self.cache.keep(self.place(block), kept)
                     read = partial(self.read, block) if self.cache.directory else partial(dict, kept)
@@ -270,14 +270,14 @@ def merge(moments: Moments, owner: int | None = None) -> None:
         return
     total = moments.weight.clone()
     mean_x, mean_y = moments.mean_x * moments.weight, moments.mean_y * moments.weight
-    distributed.add_up([total, mean_x, mean_y])
+    distributed.sum_over_processes([total, mean_x, mean_y])
     mean_x, mean_y = mean_x / total, mean_y / total
     moments.move_to(mean_x, mean_y)
     rows = torch.tensor(moments.rows)
-    distributed.add_up([rows])
+    distributed.sum_over_processes([rows])
     moments.rows = int(rows)
     moments.weight.copy_(total)
-    distributed.add_up([moments.xx, moments.xy, moments.yy], owner)
+    distributed.sum_over_processes([moments.xx, moments.xy, moments.yy], owner)
 
 
 def calibration_window(which: str, number: int) -> int:

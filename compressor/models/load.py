@@ -42,7 +42,7 @@ from compressor.models.source import SOURCE_ATTRIBUTE, Source
 from compressor.runtime import distributed
 from compressor.runtime.errors import InputError, reason_of
 from compressor.runtime.names import DEMO
-from compressor.runtime.resources import amount, require_memory, require_precision
+from compressor.runtime.resources import format_bytes, require_memory, require_precision
 from compressor.runtime.safe_files import read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -275,11 +275,12 @@ def spread(what: str, needed: int, target: torch.device, device: str) -> dict[st
     free = [torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())]
     if ROOM * needed <= free[target.index or 0]:
         return {}
-    if distributed.launched() == 1 and device in ("auto", "cuda") and ROOM * needed <= sum(free):
+    if distributed.launched_processes() == 1 and device in ("auto", "cuda") and ROOM * needed <= sum(free):
         return {"device_map": "balanced"}
     raise InputError(
-        f"{what} takes {amount(needed)}, and the GPU has {amount(free[target.index or 0])} free ({len(free)} found, "
-        f"{amount(sum(free))} together); add --low-memory, which reads each layer from disk when it runs"
+        f"{what} takes {format_bytes(needed)}, and the GPU has {format_bytes(free[target.index or 0])} free "
+        f"({len(free)} found, {format_bytes(sum(free))} together); "
+        "add --low-memory, which reads each layer from disk when it runs"
     )
 
 

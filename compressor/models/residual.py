@@ -101,7 +101,7 @@ class Stream:
         """Once in a while, put the stream on disk, so that a run that was killed does not begin at the first layer."""
         if self.cache is None or self.key is None or self.cache.directory is None:
             return
-        if distributed.agree(time.monotonic() - self.kept_at > KEEP_SECONDS):
+        if distributed.broadcast_value(time.monotonic() - self.kept_at > KEEP_SECONDS):
             states = {f"{number:08d}": state.cpu() for number, state in enumerate(self.states)}
             self.cache.write_own(self.key, {"position": torch.tensor(self.position), **states})
             self.kept_at = time.monotonic()
@@ -156,7 +156,7 @@ def open_stream(
     where it was kept, at layer `latest` at most."""
     weights = weights_of(model)
     layers = [model.get_submodule(block.layer_path) for block in blocks]
-    parts = [batch.to(device_of(model)) for batch in distributed.mine(batches(windows, batch_size))]
+    parts = [batch.to(device_of(model)) for batch in distributed.own_share(batches(windows, batch_size))]
     calls: dict[int, list[dict[str, Any]]] = {}
     returned = 0
     for batch in parts:
@@ -274,7 +274,7 @@ def embed(model: Any, first: nn.Module, batch: Tensor) -> Tensor:
 @torch.no_grad()
 def stream_gain(model: Any, block: Block, stream: Stream) -> float | None:
     """How many times over the layer adds the block's output to its stream; None when a norm stands between."""
-    return distributed.agree(own_gain(model, block, stream) if len(stream.states) else None)  # type: ignore[no-any-return]
+    return distributed.broadcast_value(own_gain(model, block, stream) if len(stream.states) else None)  # type: ignore[no-any-return]
 
 
 def own_gain(model: Any, block: Block, stream: Stream) -> float | None:

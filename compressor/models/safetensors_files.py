@@ -16,7 +16,7 @@ from torch import Tensor
 from compressor.models.hub import Snapshot, add_files
 from compressor.runtime.cache import bytes_of, digest
 from compressor.runtime.errors import InputError, reason_of
-from compressor.runtime.safe_files import read_json, unique
+from compressor.runtime.safe_files import read_json, unique_keys
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -99,7 +99,7 @@ def refuse_repeated(shard: Path, model: str) -> None:
     with shard.open("rb") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
     try:
-        json.loads(header, object_pairs_hook=unique)
+        json.loads(header, object_pairs_hook=unique_keys)
     except ValueError as error:
         raise InputError(
             f"{shard.name} of {model} is damaged ({reason_of(error)}); copy or download it again"

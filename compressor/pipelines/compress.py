@@ -64,7 +64,9 @@ def finish(
     blocks, windows = find_blocks(job.model), job.text.verification.windows
     identity = identify_patched(job.model, fits)
     first = distributed.rank() == 0
-    speed = describe_speed(distributed.agree(measure_speed(job.model, blocks, fits, windows) if first else None))
+    speed = describe_speed(
+        distributed.broadcast_value(measure_speed(job.model, blocks, fits, windows) if first else None)
+    )
     patch(job.model, blocks, fits)
     assessment = evaluator.assess(source, compressed, job.model, identity)
     assert count_parameters(job.model) == record.parameters.after

@@ -20,7 +20,7 @@ from compressor.report.page import page
 from compressor.report.record import ProfileSet, Record, SavedRecord
 from compressor.runtime import distributed
 from compressor.runtime.names import PROFILE, RECORD
-from compressor.runtime.outputs import finite, refusing_disk, reserved, whole_directory, write_json
+from compressor.runtime.outputs import finite, reporting_disk_errors, reserved, whole_directory, write_json
 from compressor.runtime.progress import Progress
 
 
@@ -52,7 +52,7 @@ def write_result(
     """Everything into a directory that is reserved; it appears when what was written is found to be the model."""
     if distributed.rank() > 0:
         return target
-    with refusing_disk(target), whole_directory(target) as partial:
+    with reporting_disk_errors(target), whole_directory(target) as partial:
         with quiet():
             write_checkpoint(model, tokenizer, partial, dtype=source_of(model).dtype)
         verify_written(partial, model, first_tokens(model) if tokens is None else tokens, progress)
@@ -70,7 +70,7 @@ def save_profile(record: Record | ProfileSet, target: Path) -> Path:
     """The report of a profile as a directory: the page, the figures, and the numbers as JSON and CSV."""
     if distributed.rank() > 0:
         return target
-    with refusing_disk(target), whole_directory(target) as partial:
+    with reporting_disk_errors(target), whole_directory(target) as partial:
         write_json(partial / PROFILE, record.to_json_value())
         for name, rows in tables_of(record).items():
             write_csv(partial / f"{name}.csv", rows)

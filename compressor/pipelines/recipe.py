@@ -10,13 +10,12 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, field_validator
 
 from compressor.evaluate.budget import Budget, budgets_of, parse_drop
-from compressor.evaluate.generation import CONTINUATION_TOKENS
 from compressor.runtime.errors import InputError
-from compressor.runtime.names import split_name
+from compressor.runtime.names import CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS, split_name
 from compressor.runtime.safe_files import Malformed, parse_yaml
-from compressor.text import CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS
 
 Count = Annotated[int, Field(strict=True, ge=1)]
+Switch = Annotated[bool, Field(strict=True)]
 
 
 def as_words(value: Any) -> Any:
@@ -64,38 +63,75 @@ Amounts = Annotated[list[str], BeforeValidator(as_amounts), Field(min_length=1)]
 
 
 class Recipe(BaseModel):
-    """What to do and on what. `trust_remote_code` is not a key: running a model's code takes a word on the spot."""
+    """What to do and on what: the keys of a recipe file, and the options of the command line, which are made from these
+    fields. Descriptions are the help texts; the default of a field that may be None is said there, in brackets.
+
+    `trust_remote_code` is not a key: whoever runs a model's code must say so each time.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str | None = None
-    out: str | None = None
-    overwrite: Annotated[bool, Field(strict=True)] = False
-    max_dppl: Amounts | None = None
-    confidence: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.95
-    objective: Literal["speed", "size"] = "speed"
-    text: Words | None = None
-    seq_len: Annotated[int, Field(strict=True, ge=2)] | None = None
-    calib_tokens: Count = CALIBRATION_TOKENS
-    select_tokens: Count = SELECTION_TOKENS
-    verify_tokens: Count = VERIFICATION_TOKENS
-    tasks: Annotated[list[str], BeforeValidator(split_commas)] | None = None
-    task_path: Words | None = None
-    task_limit: Count | None = None
-    max_task_drop: Amounts | None = None
-    generate: Annotated[int, Field(strict=True, ge=0, le=1024)] = CONTINUATION_TOKENS
-    prompts: str | None = None
-    swap: Annotated[bool, Field(strict=True)] | None = None
-    swap_tokens: Count = 4096
-    probe: Annotated[list[Literal["bilinear", "trained"]], BeforeValidator(split_commas)] | None = None
-    probe_steps: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = 1000
-    cross: str | None = None
-    batch_size: Count = 8
-    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
-    device: str = "auto"
-    dtype: str = "auto"
-    low_memory: Annotated[bool, Field(strict=True)] = False
-    revision: str | None = None
+    model: str | None = Field(default=None, description="hub id, local directory, or `demo`")
+    out: str | None = Field(default=None, description="directory to write; it appears whole or not at all")
+    overwrite: Switch = Field(default=False, description="replace an earlier result in --out")
+    max_dppl: Amounts | None = Field(
+        default=None,
+        description="largest rise in perplexity: 1.0, or 2% of the baseline; NAME=1.0 for one text of several",
+    )
+    confidence: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
+        default=0.95, description="of the interval's upper end; 0 = point estimate"
+    )
+    objective: Literal["speed", "size"] = Field(
+        default="speed",
+        description="speed: nothing that runs slower than what it replaces; size: the fewest parameters",
+    )
+    text: Words | None = Field(
+        default=None,
+        description="UTF-8 file (repeat for several; NAME=FILE for a text with a budget of its own), wikitext2, "
+        "hub:OWNER/NAME, or demo  [wikitext2]",
+    )
+    seq_len: Annotated[int, Field(strict=True, ge=2)] | None = Field(
+        default=None, description="tokens per window  [512, or the model's context]"
+    )
+    calib_tokens: Count = Field(default=CALIBRATION_TOKENS, description="tokens to measure and fit on")
+    select_tokens: Count = Field(default=SELECTION_TOKENS, description="tokens to search on")
+    verify_tokens: Count = Field(default=VERIFICATION_TOKENS, description="tokens to report on")
+    tasks: Annotated[list[str], BeforeValidator(split_commas)] | None = Field(
+        default=None, description="lm-eval tasks, by commas: lambada_openai,piqa or piqa:acc_norm"
+    )
+    task_path: Words | None = Field(default=None, description="directory of lm-eval YAML files on local data")
+    task_limit: Count | None = Field(default=None, description="documents per task  [all]")
+    max_task_drop: Amounts | None = Field(
+        default=None, description="largest fall of a task's score: 0.01, or NAME=0.02 for one task"
+    )
+    generate: Annotated[int, Field(strict=True, ge=0, le=1024)] = Field(
+        default=48, description="tokens per continuation, to see whether it still talks; 0 = off"
+    )
+    prompts: str | None = Field(default=None, description="file with one prompt per line  [beginnings of the text]")
+    swap: Switch | None = Field(
+        default=None,
+        description="replace every block alone by its linear map and measure ΔPPL  [on below 500 M parameters]",
+    )
+    swap_tokens: Count = Field(default=4096, description="tokens of the selection text for --swap")
+    probe: Annotated[list[Literal["bilinear", "trained"]], BeforeValidator(split_commas)] | None = Field(
+        default=None,
+        description="bilinear: is the residual quadratic; trained: how far Adam stays below the closed form",
+    )
+    probe_steps: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = Field(
+        default=1000, description="steps of --probe trained"
+    )
+    cross: str | None = Field(
+        default=None,
+        description="a model of the same width: its blocks on this model's inputs, and the reverse",
+    )
+    batch_size: Count = Field(default=8, description="windows per forward pass")
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = Field(default=0, description="which windows are drawn")
+    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:N, mps")
+    dtype: str = Field(default="auto", description="to compute in: auto, float32, bfloat16, float16")
+    low_memory: Switch = Field(
+        default=False, description="leave weights on disk, read each layer when it runs: same result, slower"
+    )
+    revision: str | None = Field(default=None, description="commit, branch or tag of a hub id")
 
     @field_validator("max_dppl")
     @classmethod

@@ -76,11 +76,12 @@ def clamped(point: Point) -> float:
 
 
 def rank_correlation(first: list[float], second: list[float]) -> float:
-    """Spearman's: Pearson's of the ranks. NaN for fewer than three points."""
-    if len(first) < 3:
+    """Spearman's rank correlation. NaN for fewer than three points, and where all values of a list are equal."""
+    if len(first) < 3 or len(set(first)) == 1 or len(set(second)) == 1:
         return math.nan
-    ranks = [torch.tensor(values).argsort().argsort().double() for values in (first, second)]
-    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
+    from scipy.stats import spearmanr  # takes most of a second to import
+
+    return float(spearmanr(first, second).statistic)
 
 
 def typical(of_block: BlockCandidates) -> Candidate:

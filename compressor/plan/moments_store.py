@@ -26,7 +26,7 @@ from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.runtime.locks import scratch_directory
 from compressor.runtime.progress import Progress
-from compressor.runtime.resources import amount, available_memory, free_disk
+from compressor.runtime.resources import available_memory, format_bytes, free_disk
 from compressor.text import Text
 
 WORKSPACES = 5  # matrices of the size of the moments that a block needs at once
@@ -74,7 +74,7 @@ class MomentsStore:
         with self.progress.bar("survey", len(self.blocks)) as advance:
             advance(len(found))
             streams = self.streams(missing[0]) if missing else []
-            for group in distributed.groups(missing):
+            for group in distributed.rounds(missing):
                 for block, kept in zip(group, self.look(group, streams), strict=True):
                     found[block.index] = self.unpack(block, kept)
                     advance(1)
@@ -188,17 +188,21 @@ def afford_neurons(model: Any, text: Text, progress: Progress) -> dict[int, Neur
     """The neurons of every block. Say what memory and disk they take; where memory is short, blocks are linear."""
     blocks = find_blocks(model)
     neurons = {block.index: find_neurons(model, block) for block in blocks}
-    free = distributed.agree(int(MEMORY_SHARE * available_memory()))  # all processes must come to the same plan
+    free = distributed.broadcast_value(
+        int(MEMORY_SHARE * available_memory())
+    )  # all processes must come to the same plan
     most = WORKSPACES * max(moment_bytes(block, neurons[block.index]) for block in blocks)
     progress.say(
-        f"statistics: {amount(disk_bytes(blocks, neurons, text))} on disk, {amount(most)} of memory at a time "
-        f"({amount(free)} can be had)"
+        f"statistics: {format_bytes(disk_bytes(blocks, neurons, text))} on disk, {format_bytes(most)} of memory at a time "
+        f"({format_bytes(free)} can be had)"
     )
     if most <= free:
         return neurons
     least = WORKSPACES * max(moment_bytes(block, None) for block in blocks)
     if least > free:
-        raise InputError(f"one block's statistics need {amount(least)} of memory, and {amount(free)} can be had")
+        raise InputError(
+            f"one block's statistics need {format_bytes(least)} of memory, and {format_bytes(free)} can be had"
+        )
     progress.say("warning: memory is short, so no neurons are kept: only linear and low-rank replacements")
     return dict.fromkeys(neurons)
 
@@ -206,10 +210,10 @@ def afford_neurons(model: Any, text: Text, progress: Progress) -> dict[int, Neur
 def refuse_short_disk(store: MomentsStore) -> None:
     assert store.cache.directory is not None
     needed = disk_bytes(store.blocks, store.neurons, store.text)
-    free = distributed.agree(free_disk(store.cache.directory))
+    free = distributed.broadcast_value(free_disk(store.cache.directory))
     if needed > free and not all(store.cache.has(store.key("moments", block)) for block in store.blocks):
         raise InputError(
-            f"the statistics need {amount(needed)} of disk, and {store.cache.directory} has {amount(free)}; "
+            f"the statistics need {format_bytes(needed)} of disk, and {store.cache.directory} has {format_bytes(free)}; "
             "name another place with --cache DIR"
         )
 

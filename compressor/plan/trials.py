@@ -92,7 +92,9 @@ class TrialRunner:
                 return {"slower": torch.tensor(all(slower(self.model, self.blocks[index], module) for _ in range(2)))}
 
             key = self.store.key("slower", self.blocks[0], shape=str(shape))
-            self.slow[shape] = bool(self.context.cache.get("", key, lambda: distributed.once(run))["slower"])
+            self.slow[shape] = bool(
+                self.context.cache.get("", key, lambda: distributed.compute_on_first(run))["slower"]
+            )
         return self.slow[shape]
 
     def trials(self) -> list[Trial]:

@@ -13,7 +13,7 @@ from compressor.report.formats import MISSING, name_replacement
 from compressor.report.record import Record, SavedRecord
 from compressor.report.record_parts import Check, Parameters, PerplexityChange, TaskResult, TextResult, present
 from compressor.runtime.names import UNNAMED
-from compressor.runtime.resources import amount
+from compressor.runtime.resources import format_bytes
 
 COLOURS = {"FAILED": "bold red", "passed": "green"}
 
@@ -281,7 +281,7 @@ def info_lines(record: Record | SavedRecord) -> list[str]:
 def export_lines(record: ExportRecord) -> list[str]:
     """Where an export is, how large it is, and how it was checked."""
     sizes, check = record.parameters, record.checked
-    out, size = present(record.out), amount(present(record.bytes))
+    out, size = present(record.out), format_bytes(present(record.bytes))
     lines = [
         f"{out}: {size}, {record.dtype}, {sizes.exported:,} parameters ({sizes.exported / sizes.source - 1:+.2%} of "
         f"the source's; compressed {sizes.compressed / sizes.source - 1:+.2%})"

@@ -1,4 +1,4 @@
-"""The process, the disk, and how things fail."""
+"""What every room needs of the system: errors, files and locks, memory and disk, the cache, processes, progress."""
 
 from compressor.runtime.lazy import offer
 

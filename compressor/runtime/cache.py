@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compressor.runtime import distributed
 from compressor.runtime.errors import InputError
-from compressor.runtime.locks import held_directory, sweep
+from compressor.runtime.locks import owned_directory, remove_abandoned
 from compressor.runtime.outputs import sync
 from compressor.runtime.progress import Progress
 
@@ -46,7 +46,7 @@ class Cache:
         if directory is not None:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                sweep(directory, PARTIAL)
+                remove_abandoned(directory, PARTIAL)
             except OSError as error:
                 raise InputError(
                     f"the cache {directory} cannot be made: {error.strerror}; name another with --cache, or --no-cache"
@@ -65,7 +65,7 @@ class Cache:
     def find(self, key: Mapping[str, Any]) -> Tensors | None:
         """What rank 0 has kept of this key, for all processes."""
         kept = self.read_own(key) if distributed.rank() == 0 else None
-        return distributed.broadcast(kept) if distributed.agree(kept is not None) else None
+        return distributed.broadcast(kept) if distributed.broadcast_value(kept is not None) else None
 
     def keep(self, key: Mapping[str, Any], found: Tensors, *, needed: bool = False) -> None:
         """What is `needed` is read again in the same run, and cannot do without a disk that holds it."""
@@ -91,7 +91,7 @@ class Cache:
 
     def has(self, key: Mapping[str, Any]) -> bool:
         found = distributed.rank() == 0 and self.directory is not None and self.place(key)[0].is_file()
-        return bool(distributed.agree(found))
+        return bool(distributed.broadcast_value(found))
 
     def place(self, key: Mapping[str, Any]) -> tuple[Path, str]:
         """The file of a key, and the key in words."""
@@ -117,7 +117,7 @@ class Cache:
     def write(self, file: Path, words: str, found: Tensors) -> None:
         """One rename, so that a reader never sees half of it. A full disk costs the entry, not the run."""
         try:
-            with held_directory(file.parent, PARTIAL) as folder:
+            with owned_directory(file.parent, PARTIAL) as folder:
                 notes = {"key": words, "sha256": digest(sorted(found.items()))}
                 partial = folder / file.name
                 save_file({name: tensor.contiguous() for name, tensor in found.items()}, partial, notes)

@@ -1,8 +1,8 @@
-"""Several processes at one job (`torchrun`, `accelerate launch`): each takes its share of the batches, sums and rows
-are brought together, and rank 0 decides, keeps and writes.
+"""Several processes at one job (`torchrun`, `accelerate launch`): each computes its share of the batches, the results
+are gathered or summed, and rank 0 decides and writes.
 
-With one process every function here does nothing. Which batch goes where does not change what is computed of it, so
-results differ from one process's only by the order in which float64 sums are added up.
+With one process these functions return their input. Results of several processes differ from those of one only by the
+order in which float64 sums are added up.
 """
 
 from __future__ import annotations
@@ -20,52 +20,59 @@ from torch.distributed.rendezvous import rendezvous
 from compressor.runtime.errors import InputError
 
 Item = TypeVar("Item")
-PATIENCE = datetime.timedelta(days=7)  # others may wait for hours while one writes; one that died is noticed at once
+TIMEOUT = datetime.timedelta(days=7)  # one process may write for hours; the loss of one is noticed at once
 DEVICE_BACKENDS = "cpu:gloo,cuda:nccl"
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL", "ncclRemoteError")
-STORES: list[Any] = []  # what the processes that were joined share beside their messages
+LOST_PROCESS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "gloo",
+    "NCCL",
+    "ncclRemoteError",
+)
+STORES: list[Any] = []  # torch's key-value store of the processes that have joined, if they have
 
 
-def begin() -> None:
+def join_processes() -> None:
     """Join the processes that were launched together, if there are several."""
-    if launched() > 1 and not dist.is_initialized():
-        store, place, count = next(rendezvous("env://"))
+    if launched_processes() > 1 and not dist.is_initialized():
+        store, own_rank, count = next(rendezvous("env://"))
         STORES.append(store)
         backend = DEVICE_BACKENDS if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=place, world_size=count, timeout=PATIENCE)
+        dist.init_process_group(backend, store=store, rank=own_rank, world_size=count, timeout=TIMEOUT)
 
 
-def end() -> None:
-    """Leave the others in order."""
+def leave_processes() -> None:
+    """Wait for the other processes, then close the connection to them."""
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
         STORES.clear()
 
 
-def launched() -> int:
+def launched_processes() -> int:
     """How many processes the launcher started; one when there is no launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_device() -> str:
-    """The CUDA device of this process: each of a machine's has its own."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if launched() > 1 else "cuda"
+    """The CUDA device of this process: every process of a machine has one of its own."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if launched_processes() > 1 else "cuda"
 
 
 def is_first_to_fail() -> bool:
-    """Whether no other process has told of an error yet: one line is enough for all."""
+    """Whether no other process has failed before: only the first one prints its error."""
     if not STORES:
-        return int(os.environ.get("RANK", "0")) == 0  # all of them fail alike
+        return int(os.environ.get("RANK", "0")) == 0  # before they join, all processes fail alike
     try:
         return bool(STORES[0].add("failed", 1) == 1)
-    except (RuntimeError, ValueError):  # it went with the process that had it
+    except (RuntimeError, ValueError):  # the process that held the store has ended
         return True
 
 
-def told(error: BaseException) -> BaseException:
-    """The error; what is left of a process that ended without a word, in words."""
-    if size() > 1 and isinstance(error, RuntimeError) and any(word in str(error) for word in LOST):
+def describe_failure(error: BaseException) -> BaseException:
+    """The error; a lost connection becomes an InputError that says that another process has ended."""
+    if size() > 1 and isinstance(error, RuntimeError) and any(word in str(error) for word in LOST_PROCESS):
         return InputError(
             "another process of this run has ended; nothing was written: see what it said, and give the same command "
             "again to go on where it stopped"
@@ -74,20 +81,22 @@ def told(error: BaseException) -> BaseException:
 
 
 def size() -> int:
+    """The number of processes."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
+    """The number of this process, from 0."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def mine(items: Sequence[Item]) -> list[Item]:
-    """This process's share."""
+def own_share(items: Sequence[Item]) -> list[Item]:
+    """The items of this process: every size-th, beginning with its rank."""
     return list(items[rank() :: size()])
 
 
-def agree(value: Any) -> Any:
-    """Rank 0's value of something small, for all."""
+def broadcast_value(value: Any) -> Any:
+    """The value that rank 0 has, on every process; for small values."""
     if size() == 1:
         return value
     box = [value]
@@ -96,7 +105,7 @@ def agree(value: Any) -> Any:
 
 
 def broadcast(tensors: Mapping[str, Tensor] | None, owner: int = 0) -> dict[str, Tensor]:
-    """The owner's tensors, for all; the others' are not looked at."""
+    """The tensors of the owner, on every process; those that the others pass are ignored."""
     if size() == 1:
         assert tensors is not None
         return dict(tensors)
@@ -107,13 +116,13 @@ def broadcast(tensors: Mapping[str, Tensor] | None, owner: int = 0) -> dict[str,
     for name, shape, dtype, kind in box[0] or []:
         own = given[name].contiguous() if given else torch.empty(shape, dtype=dtype, device=kind)
         if own.numel():
-            dist.broadcast(own.reshape(-1).view(torch.uint8), src=owner)  # whatever the dtype: gloo knows few
+            dist.broadcast(own.reshape(-1).view(torch.uint8), src=owner)  # as bytes, because gloo supports few dtypes
         found[name] = own
     return found
 
 
 def gather(items: Sequence[Tensor]) -> list[Tensor]:
-    """All processes' items, in the order in which `mine` dealt them out."""
+    """The items of all processes, in the order before `own_share` divided them."""
     if size() == 1:
         return list(items)
     counts: list[Any] = [None] * size()
@@ -125,8 +134,8 @@ def gather(items: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def add_up(tensors: Sequence[Tensor], owner: int | None = None) -> None:
-    """Add the processes' tensors, in place: for all, or only for one (the others' are then worthless)."""
+def sum_over_processes(tensors: Sequence[Tensor], owner: int | None = None) -> None:
+    """Sum the tensors of all processes in place, on every process, or only on the owner (not valid elsewhere)."""
     if size() > 1:
         for tensor in tensors:
             if owner is None:
@@ -135,11 +144,11 @@ def add_up(tensors: Sequence[Tensor], owner: int | None = None) -> None:
                 dist.reduce(tensor, dst=owner)
 
 
-def once(compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """What rank 0 computes while the others wait."""
+def compute_on_first(compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Compute on rank 0 while the others wait, and return the result on every process."""
     return broadcast(compute() if rank() == 0 else None)
 
 
-def groups(items: Sequence[Item]) -> list[Sequence[Item]]:
-    """As many items at a time as there are processes: the one at place k is solved by rank k."""
+def rounds(items: Sequence[Item]) -> list[Sequence[Item]]:
+    """The items in groups of as many as there are processes: rank k takes item k of each group."""
     return [items[start : start + size()] for start in range(0, len(items), size())]

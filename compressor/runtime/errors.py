@@ -1,4 +1,4 @@
-"""How a run ends: exit codes, the two ways it ends early, and the one line that a user sees of an error."""
+"""Exit codes, the errors that end a run early, and the one line that is printed of an error."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ REASON_LENGTH = 200
 
 DONE, MISSED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-ALLOCATION = re.compile("out of memory|can't allocate memory|not enough memory", re.IGNORECASE)  # as torch says it
-LONGEST = 2000  # characters of one message
+OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|not enough memory", re.IGNORECASE)  # as torch says it
+MESSAGE_LENGTH = 2000  # characters of one message
 # Control characters are shown as pictures (but tab and newline); those that turn the writing direction as �.
 PICTURES = {c: 0x2400 + c for c in range(32) if c not in (9, 10)} | {127: 0x2421}
 PICTURES |= dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
@@ -27,40 +27,45 @@ class BudgetError(Exception):
     """The budget is missed, or nothing fits it: exit code 1, nothing is written."""
 
 
-def explain(error: BaseException) -> int:
+def report_error(error: BaseException) -> int:
+    """Print the line for an error that ended the command, and return the exit code."""
     if any(is_out_of_memory(cause) for cause in causes(error)):
-        return fail("out of memory; try a smaller --batch-size, --seq-len or model", BAD_INPUT)
+        return print_error("out of memory; try a smaller --batch-size, --seq-len or model", BAD_INPUT)
     if isinstance(error, (BudgetError, InputError)):
-        return fail(str(error), MISSED if isinstance(error, BudgetError) else BAD_INPUT)
+        return print_error(str(error), MISSED if isinstance(error, BudgetError) else BAD_INPUT)
     if hasattr(error, "format_message"):  # the command line itself was wrong
-        return fail(f"{error.format_message().rstrip('.')}; see compress --help", BAD_INPUT)
+        return print_error(f"{error.format_message().rstrip('.')}; see compress --help", BAD_INPUT)
     if type(error).__name__ == "Abort":  # the end of the input where a question was asked
-        return fail("interrupted; nothing was written", INTERRUPTED)
-    if number_of(error) in NO_ROOM:
-        return fail(f"out of disk ({disk_reason(error)}); make room and give the same command again", BAD_INPUT)
+        return print_error("interrupted; nothing was written", INTERRUPTED)
+    if errno_of(error) in NO_ROOM:
+        return print_error(f"out of disk ({disk_reason(error)}); make room and give the same command again", BAD_INPUT)
     if isinstance(error, OSError) and error.strerror:
         where = f" ({shorten(str(error.filename))})" if error.filename else ""
-        return fail(f"the system says: {error.strerror}{where}; check the names, the rights and the space", BAD_INPUT)
+        return print_error(
+            f"the system says: {error.strerror}{where}; check the names, the rights and the space", BAD_INPUT
+        )
     reason = " ".join(str(error).split())[:300]
-    return fail(f"unexpected {type(error).__name__}: {reason}; run again with --debug and report it", BAD_INPUT)
+    return print_error(f"unexpected {type(error).__name__}: {reason}; run again with --debug and report it", BAD_INPUT)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those that it was raised from."""
+    """The error, and the errors that it was raised from."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Python's own, the system's, or torch's, which is a RuntimeError with words."""
+    """Whether memory ran out: an error of Python, of the system, or of torch, which raises a RuntimeError."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return number_of(error) == errno.ENOMEM or (isinstance(error, RuntimeError) and bool(ALLOCATION.search(str(error))))
+    return errno_of(error) == errno.ENOMEM or (
+        isinstance(error, RuntimeError) and bool(OUT_OF_MEMORY.search(str(error)))
+    )
 
 
-def number_of(error: BaseException) -> int | None:
-    """The system's number of an error; libraries written in Rust give it in words."""
+def errno_of(error: BaseException) -> int | None:
+    """The system's number of an error, or None. Libraries written in Rust give it only in the message."""
     if isinstance(error, OSError):
         return error.errno
     found = re.search(r"\(os error (\d+)\)", str(error))
@@ -68,36 +73,38 @@ def number_of(error: BaseException) -> int | None:
 
 
 def disk_reason(error: BaseException) -> str | None:
-    """Why the system did not write, or None for an error that is not the system's."""
-    number = number_of(error)
+    """Why the system could not read or write, or None for an error of another kind."""
+    number = errno_of(error)
     if number is not None:
         return os.strerror(number)
     return str(error) if isinstance(error, OSError) else None
 
 
-def fail(message: str, code: int) -> int:
-    print(f"error: {shorten(visible(' '.join(message.split())), LONGEST)}", file=sys.stderr)
+def print_error(message: str, code: int) -> int:
+    """Print one line `error: …` on stderr and return the exit code."""
+    print(f"error: {shorten(visible(' '.join(message.split())), MESSAGE_LENGTH)}", file=sys.stderr)
     return code
 
 
 def shorten(text: str, most: int = 200) -> str:
+    """The first `most` characters, with an ellipsis if there are more."""
     return text if len(text) <= most else f"{text[:most]}…"
 
 
-def refuse_half_characters(words: Iterable[str]) -> None:
-    """A name that is not UTF-8 could not be written into any record."""
+def refuse_invalid_utf8(words: Iterable[str]) -> None:
+    """Refuse names that are not UTF-8: they could not be written into the record."""
     for word in words:
         if word != word.encode("utf-8", "replace").decode("utf-8"):
             raise InputError(f"{word!r} is not UTF-8; rename the file or directory")
 
 
 def visible(text: str) -> str:
-    """Text that may be shown: it commands no terminal, and can be written as UTF-8."""
+    """Control characters are replaced by visible signs, and characters that UTF-8 cannot encode by a question mark."""
     return text.encode("utf-8", "replace").decode("utf-8").translate(PICTURES)
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of what an exception says, short enough for a one-line message."""
+    """The first line of an exception's message, shortened so that it fits into a one-line message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[0].rstrip(".:;") if lines else type(error).__name__
     if isinstance(error, KeyError):

@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from compressor.runtime.errors import fail
+from compressor.runtime.errors import print_error
 
 GRACE = 1.0  # seconds that Python gets for an orderly end
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass
-class Traces:
-    """What this process must not leave behind when it is ended at once, and the output that is complete already."""
+class WrittenFiles:
+    """The files and directories to remove if the process ends at once, and the output that is complete already."""
 
     unfinished: set[Path] = field(default_factory=set)
     finished: Path | None = None
 
-    def remove(self) -> None:
+    def remove_unfinished(self) -> None:
         for path in sorted(self.unfinished, key=Path.is_file):  # locks last
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -35,16 +35,16 @@ class Traces:
                 path.unlink(missing_ok=True)
 
 
-TRACES = Traces()  # of the whole process, for a signal ends all of it
+WRITTEN = WrittenFiles()  # one for the whole process, because a signal ends all of it
 
 
 class Interrupts:
     """The first signal raises KeyboardInterrupt; a thread ends the process when that does not get through in time."""
 
-    def __init__(self, resumes: bool, speaks: Callable[[], bool]) -> None:
-        self.resumes, self.speaks = resumes, speaks
+    def __init__(self, resumes: bool, may_print: Callable[[], bool]) -> None:
+        self.resumes, self.may_print = resumes, may_print
         self.number: int | None = None
-        self.told = threading.Lock()  # taken once, by whoever prints the line
+        self.printed = threading.Lock()  # taken by the first thread that prints the line, never released
         self.over = threading.Event()
 
     def handle(self, number: int, _: FrameType | None) -> None:
@@ -53,39 +53,42 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def watch(self, wakeups: socket.socket) -> None:
-        """Every signal arrives here as a byte, whatever the main thread does."""
+        """End the process if the main thread does not do so in time.
+
+        Signals arrive here as bytes, also while the main thread is in a long call into torch.
+        """
         while found := wakeups.recv(64):
             number = next((n for n in found if n in SIGNALS), None)
             if number is None:
                 continue
             if not self.over.wait(GRACE):
-                TRACES.remove()
-                self.tell(number)
+                WRITTEN.remove_unfinished()
+                self.print_line(number)
                 os._exit(128 + number)
             return
 
-    def tell(self, number: int = signal.SIGINT) -> int:
-        """The one line, and the exit code."""
+    def print_line(self, number: int = signal.SIGINT) -> int:
+        """Print the line about the interrupt, once, and return the exit code."""
         number = self.number or number
-        if self.told.acquire(blocking=False) and self.speaks():
+        if self.printed.acquire(blocking=False) and self.may_print():
             if sys.stderr.isatty():
-                sys.stderr.write("\x1b[?25h\r")  # a bar hides the cursor
-            what = f"{TRACES.finished} is complete" if TRACES.finished else "nothing was written"
-            onwards = "; the same command goes on where it stopped" if self.resumes and not TRACES.finished else ""
-            fail(f"interrupted; {what}{onwards}", 0)
+                sys.stderr.write("\x1b[?25h\r")  # show the cursor, which a progress bar hides
+            what = f"{WRITTEN.finished} is complete" if WRITTEN.finished else "nothing was written"
+            onwards = "; the same command goes on where it stopped" if self.resumes and not WRITTEN.finished else ""
+            print_error(f"interrupted; {what}{onwards}", 0)
             sys.stderr.flush()
         return 128 + number
 
 
 @contextmanager
-def interrupts(resumes: bool, speaks: Callable[[], bool] = lambda: True) -> Iterator[Interrupts]:
-    """While the context is open, SIGINT and SIGTERM are taken care of; afterwards all is as before.
+def handle_interrupts(resumes: bool, may_print: Callable[[], bool] = lambda: True) -> Iterator[Interrupts]:
+    """Handle SIGINT and SIGTERM while the context is open.
 
-    `resumes`: what was measured is kept, so the same command goes on; `speaks`: the line is this process's to print.
-    Outside the main thread signals stay as they are.
+    `resumes`: measurements are kept, so that the same command goes on where it stopped. `may_print`: whether this
+    process prints the line. Outside the main thread signals are handled as before.
     """
-    TRACES.finished = None
-    found = Interrupts(resumes, speaks)
+    WRITTEN.finished = None
+    found = Interrupts(resumes, may_print)
     if threading.current_thread() is not threading.main_thread():
         yield found
         return
@@ -95,7 +98,7 @@ def interrupts(resumes: bool, speaks: Callable[[], bool] = lambda: True) -> Iter
     before = {n: signal.signal(n, found.handle) for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
     wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
-    def put_back() -> None:
+    def restore() -> None:
         if not found.over.is_set():
             found.over.set()
             signal.set_wakeup_fd(wakeup)
@@ -103,27 +106,27 @@ def interrupts(resumes: bool, speaks: Callable[[], bool] = lambda: True) -> Iter
                 signal.signal(number, handler)
             writer.close()  # ends the thread
 
-    os.register_at_fork(after_in_child=put_back)  # a child's signals must not look like the parent's
+    os.register_at_fork(after_in_child=restore)  # a child's signals must not look like the parent's
     thread = threading.Thread(target=found.watch, args=(wakeups,), name="interrupts", daemon=True)
     thread.start()
     try:
         yield found
     finally:
-        put_back()
+        restore()
         thread.join()
         wakeups.close()
 
 
 @contextmanager
-def leaving_at_once() -> Iterator[None]:
-    """For a process that is nothing but the command: interrupted, it does not wait until the interpreter is taken down,
-    which takes a second or more once torch is loaded."""
+def exit_without_teardown() -> Iterator[None]:
+    """Exit an interrupted process at once. Taking down the interpreter would take a second or more after torch is
+    loaded. Only for a process that runs nothing but the command."""
     try:
         yield
     except SystemExit as end:
         if end.code not in [128 + number for number in SIGNALS]:
             raise
-        TRACES.remove()
+        WRITTEN.remove_unfinished()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(end.code)

@@ -1,4 +1,4 @@
-"""Packages that import what they offer only when it is asked for, so that the command line starts quickly."""
+"""Packages that import their public names on first use, so that the command line starts quickly."""
 
 from __future__ import annotations
 

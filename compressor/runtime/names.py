@@ -1,4 +1,4 @@
-"""Names that several rooms share: the files of an output, the text without a name, the texts of the Hub."""
+"""Names and sizes that several rooms share: files of an output, texts of the Hub, tokens of each split of a text."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.:-]+)=(?P<rest>.*)", re.DOTALL)
 HUB_TEXTS = {"wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
 HUB_SPLITS = ("train", "validation", "test")
 UNNAMED = "text"  # all texts that the user gave no name
+CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS = 24_576, 8_192, 16_384
 
 RECORD = "compression.json"
 PROFILE = "profile.json"

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub from afar: whether it answers, and which names a repository on it can have."""
+"""Whether the Hugging Face Hub answers, and whether a name can be that of a repository on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROBE_SECONDS = 4.0
 def why_unreachable() -> str | None:
     """Why the Hub cannot be reached, or None when it answers.
 
-    Asked in a thread: a name server that does not answer blocks for longer than any timeout of the request.
+    The request runs in a thread, because a name server that does not answer blocks longer than the request's timeout.
     """
     if is_offline_mode():
         return "HF_HUB_OFFLINE is set"
@@ -37,7 +37,7 @@ def why_unreachable() -> str | None:
 
 
 def is_repo_id(name: Any) -> bool:
-    """A name that a repository on the Hub can have: OWNER/NAME, or one of the old ones without an owner."""
+    """Whether a repository on the Hub can have this name: OWNER/NAME, or an old name without an owner."""
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -46,6 +46,9 @@ def is_repo_id(name: Any) -> bool:
 
 
 def is_hub_id(model: str, revision: str | None) -> bool:
-    """Whether a recorded source is a repository. A name without an owner is one only with a commit: the class of a
-    model that came from nowhere looks the same."""
+    """Whether a recorded source is a repository on the Hub.
+
+    A name without an owner is one only if a commit is recorded: for a model without a source the name of its class is
+    recorded, which looks the same.
+    """
     return model != "demo" and is_repo_id(model) and ("/" in model or revision is not None)

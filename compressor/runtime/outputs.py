@@ -1,4 +1,4 @@
-"""An output directory that appears whole or not at all, whatever ends the process; only one run at a time writes it."""
+"""Outputs that are complete or absent: they are written beside the target under a lock and then renamed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from typing import Any
 
 from compressor.runtime import distributed
 from compressor.runtime.errors import InputError, disk_reason
-from compressor.runtime.interrupts import TRACES
-from compressor.runtime.locks import held_directory, locked, sweep
+from compressor.runtime.interrupts import WRITTEN
+from compressor.runtime.locks import locked, owned_directory, remove_abandoned
 
-HERE = -100  # AT_FDCWD: paths as they are
-EXCHANGE = 2  # RENAME_EXCHANGE
+AT_FDCWD = -100  # relative paths begin at the working directory
+RENAME_EXCHANGE = 2
 
 
 def refuse_output(out: str | Path, overwrite: bool, source: str | Path | None, record: str) -> Path:
-    """Refuse an output directory that cannot be had; return its absolute path.
+    """Refuse an output directory that may not be written; return its absolute path.
 
-    Only a directory that holds this tool's record is ever replaced.
+    A directory that is not empty is replaced only if it holds this tool's record.
     """
     target = Path(os.path.abspath(Path(out).expanduser()))
     if target.is_symlink():
@@ -52,9 +52,9 @@ def reserved(
     record: str,
     warn: Callable[[str], None],
 ) -> Iterator[Path]:
-    """The absolute path of the output, refused before any work or ours alone while the context is open.
+    """Check and lock an output directory while the context is open; yield its absolute path.
 
-    What a run that was killed left beside it is cleared away first. Of several processes the first has it for all.
+    Leftovers of a run that was killed are removed first. Of several processes of one run only the first has the lock.
     """
     if distributed.rank() > 0:
         yield Path(os.path.abspath(Path(out).expanduser()))
@@ -74,7 +74,7 @@ def reserved(
 
 @contextmanager
 def reserved_file(out: str | Path, overwrite: bool, magic: bytes, warn: Callable[[str], None]) -> Iterator[Path]:
-    """The same for a single file: only one that begins with `magic` is ever replaced."""
+    """The same for a single file: an existing one is replaced only if it begins with `magic`."""
     with ExitStack() as stack:
         try:
             target = refuse_file(out, overwrite, magic)
@@ -86,6 +86,7 @@ def reserved_file(out: str | Path, overwrite: bool, magic: bytes, warn: Callable
 
 
 def refuse_file(out: str | Path, overwrite: bool, magic: bytes) -> Path:
+    """Refuse an output file that may not be written; return its absolute path."""
     target = Path(os.path.abspath(Path(out).expanduser()))
     if target.is_symlink():
         raise InputError(f"--out {out} is a symbolic link to {os.readlink(target)}; name the file itself")
@@ -101,7 +102,7 @@ def refuse_file(out: str | Path, overwrite: bool, magic: bytes) -> Path:
 
 
 def clear_leftovers(target: Path) -> None:
-    """Put back an earlier result that was being replaced, and remove what is half done. Only for who has the lock."""
+    """Restore an earlier result that was being replaced, and remove unfinished outputs. The caller has the lock."""
     names = re.compile(rf"\.{re.escape(target.name)}\.(partial|old)-\w{{8}}")
     found = {path: names.fullmatch(path.name) for path in target.parent.iterdir()}
     partial, old = ([p for p, match in found.items() if match and match[1] == kind] for kind in ("partial", "old"))
@@ -111,57 +112,57 @@ def clear_leftovers(target: Path) -> None:
         discard(path, target)
 
 
-def beside(target: Path, kind: str, like: Path) -> Path:
-    """Another temporary name beside the target, with the same ending as this one."""
+def sibling(target: Path, kind: str, like: Path) -> Path:
+    """A temporary name of this kind beside the target, with the same random ending as `like`."""
     return target.with_name(f".{target.name}.{kind}-{like.name[-8:]}")
 
 
 def discard(path: Path, target: Path) -> None:
-    """Remove a directory: first its name, for one that is called old must be whole, then its files."""
-    doomed = path.rename(beside(target, "partial", path))
+    """Remove a directory. It is renamed first: one that is called old must be complete, and may be restored."""
+    doomed = path.rename(sibling(target, "partial", path))
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 @contextmanager
 def whole_directory(target: Path) -> Iterator[Path]:
-    """A directory beside the target that takes its place when the block ends well, and vanishes when it does not."""
+    """A directory beside the target that replaces it at the end of the context, or is removed after an exception."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with growing(target) as partial:
+    with partial_directory(target) as partial:
         yield partial
         publish(partial, target)
 
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """The same for a single file."""
-    with growing(target) as folder:
+    """A file beside the target that replaces it at the end of the context, or is removed after an exception."""
+    with partial_directory(target) as folder:
         yield folder / target.name
         publish(folder / target.name, target)
 
 
 @contextmanager
-def growing(target: Path) -> Iterator[Path]:
-    """A directory beside the target that is gone with the block, unless it was renamed."""
+def partial_directory(target: Path) -> Iterator[Path]:
+    """A temporary directory beside the target that is removed at the end, unless it was renamed."""
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
-    TRACES.unfinished.add(partial)
+    WRITTEN.unfinished.add(partial)
     try:
         yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        TRACES.unfinished.discard(partial)
+        WRITTEN.unfinished.discard(partial)
 
 
 def publish(partial: Path, target: Path) -> None:
-    """What is finished goes to the disk and takes the target's place."""
-    mask = current_umask()  # temporary directories and safetensors files are made for their owner alone
+    """Give the files the modes of the umask, write them to the disk, and rename them to the target."""
+    mask = current_umask()  # temporary directories and safetensors files are readable by their owner only
     for path in (partial, *partial.rglob("*")):
         path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
         sync(path)
     if partial.is_dir():
-        put(partial, target)
+        move_into_place(partial, target)
     else:
         partial.replace(target)
-    TRACES.finished = target
+    WRITTEN.finished = target
     sync(target.parent)
 
 
@@ -172,7 +173,7 @@ def current_umask() -> int:
 
 
 def sync(path: Path) -> None:
-    """On the disk itself, not only in the system's memory."""
+    """Write a file or directory from the system's memory to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -183,15 +184,16 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def put(partial: Path, target: Path) -> None:
-    """Rename into place; what stood there has the other name afterwards, or is gone.
+def move_into_place(partial: Path, target: Path) -> None:
+    """Rename the directory to the target; an earlier target then has the other name, or is removed.
 
-    Where the two cannot be exchanged in one step, there is a moment without a target: `clear_leftovers` knows it.
+    Where the two names cannot be swapped in one step, there is a moment without a target. If the process is killed
+    then, `clear_leftovers` of the next run restores the earlier one.
     """
     if not target.exists():
         partial.rename(target)
     elif not exchange(partial, target):
-        old = target.rename(beside(target, "old", partial))
+        old = target.rename(sibling(target, "old", partial))
         try:
             partial.rename(target)
         except BaseException:
@@ -201,16 +203,18 @@ def put(partial: Path, target: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step, or say that it cannot be done here."""
+    """Swap two names in one step; False where the system or the file system cannot."""
     if not sys.platform.startswith("linux"):
         return False
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    return rename is not None and rename(HERE, os.fsencode(first), HERE, os.fsencode(second), EXCHANGE) == 0
+    return (
+        rename is not None and rename(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE) == 0
+    )
 
 
 @contextmanager
-def refusing_disk(target: Path) -> Iterator[None]:
-    """A disk that is full, or gone, is one line, whichever library wrote to it."""
+def reporting_disk_errors(target: Path) -> Iterator[None]:
+    """Errors of the disk become an InputError that names the target, whichever library wrote to it."""
     try:
         yield
     except Exception as error:
@@ -221,12 +225,12 @@ def refusing_disk(target: Path) -> Iterator[None]:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write valid JSON in one step: infinite and undefined numbers become null."""
+    """Write a JSON file in one step, on rank 0 only: infinite and undefined numbers become null."""
     if distributed.rank() > 0:
         return
     prefix = f".{file.name}.partial-"
-    sweep(file.absolute().parent, prefix)
-    with held_directory(file.absolute().parent, prefix) as folder:
+    remove_abandoned(file.absolute().parent, prefix)
+    with owned_directory(file.absolute().parent, prefix) as folder:
         partial = folder / file.name
         partial.write_text(to_json(value) + "\n", encoding="utf-8")
         sync(partial)
@@ -238,6 +242,7 @@ def to_json(value: Any) -> str:
 
 
 def finite(value: Any) -> Any:
+    """The value with None instead of infinite and undefined numbers."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

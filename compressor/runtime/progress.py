@@ -1,4 +1,4 @@
-"""What a user sees while a long step runs: a bar with the time left on a terminal, one line per step elsewhere."""
+"""Progress of long steps on stderr: a bar with the time left on a terminal, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 
 
 class Progress:
-    """Writes to stderr, or nowhere (the default in the Python API), and remembers how long each step took."""
+    """Progress bars and lines on stderr, or none (the default in the Python API), and the seconds of each step."""
 
     def __init__(self, visible: bool = False) -> None:
         self.console = Console(stderr=True, quiet=not visible, highlight=False)
@@ -26,7 +26,7 @@ class Progress:
         self.seconds: dict[str, float] = {}
 
     def track(self, step: str, items: Iterable[Item], total: int, detail: str = "") -> Iterator[Item]:
-        """Yield the items of one step; steps of the same name add up in `seconds`."""
+        """Yield the items of one step and show how many are done; steps of the same name add up in `seconds`."""
         with self.bar(step, total, detail) as advance:
             for item in items:
                 yield item
@@ -34,7 +34,7 @@ class Progress:
 
     @contextmanager
     def bar(self, step: str, total: int, detail: str = "") -> Iterator[Callable[[int], None]]:
-        """One step of `total` parts, with the time left."""
+        """A bar for one step of `total` parts; the function that it yields is called with the number of parts done."""
         began = time.perf_counter()
         label = visible(f"{step} {detail}".rstrip())
         columns = (
@@ -53,4 +53,5 @@ class Progress:
         self.say(f"{label}: {seconds:.1f} s")
 
     def say(self, line: str) -> None:
+        """Print one line; control characters are escaped."""
         self.console.print(visible(line).replace("\n", " "), markup=False, soft_wrap=True)

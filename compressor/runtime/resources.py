@@ -1,4 +1,4 @@
-"""What this process can really have: memory within every limit that is set for it, and the free disk of a place."""
+"""The memory and disk that this process may use, within every limit that is set for it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import psutil
 
 from compressor.runtime.errors import InputError
 
-GROUPS = Path("/sys/fs/cgroup")
-OWN_GROUPS = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def available_memory() -> int:
-    """Bytes: the least of what the machine has, what the control groups leave, and what RLIMIT_AS leaves.
-
-    Processes that were launched together on this machine share it.
+    """Bytes of memory that this process may still take: the least that the machine, the control groups and RLIMIT_AS
+    leave. Processes that were launched together on this machine share it equally.
     """
-    shared = min([psutil.virtual_memory().available, *group_limits(GROUPS, OWN_GROUPS)])
-    return max(0, min([shared // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), *address_limit()]))
+    shared = min([psutil.virtual_memory().available, *cgroup_limits(CGROUPS, OWN_CGROUPS)])
+    return max(0, min([shared // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), *address_space_limit()]))
 
 
-def address_limit() -> Iterator[int]:
+def address_space_limit() -> Iterator[int]:
+    """Bytes that RLIMIT_AS leaves, if it is set."""
     try:
         import resource
     except ImportError:  # Windows has no such limits
@@ -35,8 +35,8 @@ def address_limit() -> Iterator[int]:
         yield limit - psutil.Process().memory_info().vms
 
 
-def group_limits(root: Path, own: Path) -> Iterator[int]:
-    """What every control group above this process leaves; a page cache that can be dropped counts as free."""
+def cgroup_limits(root: Path, own: Path) -> Iterator[int]:
+    """Bytes that each control group of this process leaves; page cache that the system can reclaim counts as free."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
@@ -53,18 +53,19 @@ def group_limits(root: Path, own: Path) -> Iterator[int]:
         for place in (folder, *(p for p in folder.parents if p == base or base in p.parents)):
             limit, used = (read_number(place / name) for name in names)
             if limit is not None and used is not None:
-                yield limit - used + droppable(place / "memory.stat", inactive)
+                yield limit - used + reclaimable(place / "memory.stat", inactive)
 
 
 def read_number(file: Path) -> int | None:
-    """None for a file that is not there, or that says `max`."""
+    """The number in a file, or None if the file is missing or says `max`."""
     try:
         return int(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
 
-def droppable(file: Path, name: str) -> int:
+def reclaimable(file: Path, name: str) -> int:
+    """Bytes of page cache that the system can reclaim, from the row `name` of memory.stat."""
     try:
         rows = dict(line.split() for line in file.read_text(encoding="utf-8").splitlines())
         return int(rows.get(name, 0))
@@ -72,8 +73,8 @@ def droppable(file: Path, name: str) -> int:
         return 0
 
 
-class ShortMemory(InputError):
-    """A model that memory does not hold; `shortage` says it without what to do."""
+class NotEnoughMemory(InputError):
+    """A model does not fit into memory; `shortage` is the message without the remedy."""
 
     def __init__(self, shortage: str) -> None:
         super().__init__(f"{shortage}; add --low-memory, which reads each layer from disk when it runs")
@@ -81,16 +82,16 @@ class ShortMemory(InputError):
 
 
 def require_memory(what: str, needed: int) -> None:
-    """Refuse what cannot be had before the work starts."""
+    """Refuse before the work starts if this many bytes of memory are not available."""
     free = available_memory()
     if needed > free:
-        raise ShortMemory(f"{what} takes {amount(needed)} of memory, and {amount(free)} can be had")
+        raise NotEnoughMemory(f"{what} takes {format_bytes(needed)} of memory, and {format_bytes(free)} can be had")
 
 
 def require_precision(dtype: Any) -> None:
-    """Refuse a dtype that the processor cannot compute in: some announce it and then stop the process.
+    """Refuse a dtype whose instructions the processor announces but cannot run.
 
-    Tried in a child, for nothing else survives it.
+    It is tried in a child process, because an illegal instruction kills the process.
     """
     import torch
 
@@ -108,18 +109,19 @@ def require_precision(dtype: Any) -> None:
 
 
 def free_disk(place: Path) -> int:
-    """Bytes that this user may still write where the path is, or will be."""
+    """Bytes free on the disk of a path that may not exist yet."""
     there = next(folder for folder in (place, *place.parents) if folder.exists())
     return shutil.disk_usage(there).free
 
 
 def require_disk(what: str, needed: int, place: Path, remedy: str) -> str:
-    """Say what it takes, or refuse it before the work starts."""
+    """A line with the bytes needed and free; refuse before the work starts if there are too few."""
     free = free_disk(place)
     if needed > free:
-        raise InputError(f"{what} needs {amount(needed)} of disk, and {place} has {amount(free)}; {remedy}")
-    return f"{what}: about {amount(needed)} on disk ({amount(free)} can be had)"
+        raise InputError(f"{what} needs {format_bytes(needed)} of disk, and {place} has {format_bytes(free)}; {remedy}")
+    return f"{what}: about {format_bytes(needed)} on disk ({format_bytes(free)} can be had)"
 
 
-def amount(size: int) -> str:
+def format_bytes(size: int) -> str:
+    """The size in GB, or in MB if it is smaller."""
     return f"{size / 2**30:.1f} GB" if size >= 2**30 else f"{max(1, size >> 20)} MB"

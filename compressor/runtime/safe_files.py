@@ -1,7 +1,7 @@
-"""JSON and YAML that strangers wrote: read within limits of size and depth, or refused with the reason.
+"""JSON and YAML from untrusted files, read within limits of size and depth.
 
-Key by key the last of two equal ones would win in silence, an alias of aliases grows without end, and a nesting of a
-thousand lists breaks whoever walks through it later: none of these is read.
+Refused are files that are too large, values nested too deep for a recursive function, keys that stand twice (the first
+value would be lost in silence), YAML aliases (which can grow without end), and strings that UTF-8 cannot encode.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEPTH = 64
 
 
 class Malformed(ValueError):
-    """Why a file cannot be taken as what it claims to be; `where` is the line, where that is known."""
+    """A file is not valid; the message says why, and `where` names the line if it is known."""
 
     def __init__(self, reason: str, where: str = "") -> None:
         super().__init__(reason)
@@ -29,7 +29,7 @@ class Malformed(ValueError):
 
 
 class PlainLoader(yaml.SafeLoader):
-    """Plain values only, each written where it stands."""
+    """Plain values only, without aliases, up to a depth."""
 
     depth = 0
 
@@ -48,7 +48,7 @@ class PlainLoader(yaml.SafeLoader):
 
 
 class UniqueLoader(PlainLoader):
-    """And every key once."""
+    """The same, and a key that stands twice is refused."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen = set()
@@ -60,10 +60,10 @@ class UniqueLoader(PlainLoader):
 
 
 def parse_json(file: Path, most: int = JSON_BYTES) -> Any:
-    """The file's value. Malformed, UnicodeDecodeError or OSError where there is none."""
+    """The value of a JSON file. Raises Malformed, UnicodeDecodeError or OSError."""
     text = read_text(file, most)
     try:
-        value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse_constant)
+        value = json.loads(text, object_pairs_hook=unique_keys, parse_constant=refuse_constant)
     except Malformed:
         raise
     except (ValueError, RecursionError) as error:
@@ -73,12 +73,12 @@ def parse_json(file: Path, most: int = JSON_BYTES) -> Any:
 
 
 def parse_yaml(file: Path, loader: type[PlainLoader] = UniqueLoader) -> Any:
-    """The same of a YAML file."""
+    """The value of a YAML file. Raises Malformed, UnicodeDecodeError or OSError."""
     return load_yaml(read_text(file, YAML_BYTES), loader)
 
 
 def load_yaml(text: str, loader: type[PlainLoader] = UniqueLoader) -> Any:
-    """The value of a text, or Malformed."""
+    """The value of YAML text. Raises Malformed."""
     try:
         value = yaml.load(text, Loader=loader)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError, TypeError, AttributeError) as error:
@@ -91,7 +91,7 @@ def load_yaml(text: str, loader: type[PlainLoader] = UniqueLoader) -> Any:
 
 
 def read_text(file: Path, most: int) -> str:
-    """The text of a file that has at most so many bytes."""
+    """The text of a file; Malformed if it has more than `most` bytes."""
     with file.open("rb") as stream:
         data = stream.read(most + 1)
     if len(data) > most:
@@ -99,8 +99,8 @@ def read_text(file: Path, most: int) -> str:
     return data.decode("utf-8")
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, if it has every key once."""
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The dictionary of these pairs; a key that stands twice is refused."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -110,14 +110,14 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def refuse_constant(word: str) -> float:
-    """Infinity has its uses as a limit; NaN has none."""
+    """NaN is refused; Infinity is allowed, because it is used as a limit."""
     if word == "NaN":
         raise Malformed("NaN is not a number")
     return float(word)
 
 
 def check_values(value: Any) -> None:
-    """Refuse what cannot be walked through or written again: deep nesting, and halves of characters."""
+    """Refuse values that are nested too deep, and strings that UTF-8 cannot encode."""
     level = [value]
     for _ in range(DEPTH):
         level = [child for parent in level for child in children(parent)]
@@ -127,6 +127,7 @@ def check_values(value: Any) -> None:
 
 
 def children(value: Any) -> Iterator[Any]:
+    """The keys and values that a value contains; a string that UTF-8 cannot encode is refused."""
     if isinstance(value, dict):
         yield from value
         yield from value.values()
@@ -140,6 +141,7 @@ def children(value: Any) -> Iterator[Any]:
 
 
 def read_json(path: Path, model: str, most: int = JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file of a model; an InputError that names the model if there is none."""
     if not path.is_file():
         adapter = (path.parent / "adapter_config.json").is_file()
         remedy = "merge the adapter into its base model first" if adapter else "give the directory of a saved model"

@@ -415,16 +415,3 @@ def test_help_and_version(compress: Compress) -> None:
     assert compress("run", "--help").code == 0
     versioned = compress("--version")
     assert (versioned.code, versioned.out) == (0, f"compress {compressor.__version__}\n")
-
-
-def test_help_does_not_import_torch() -> None:
-    code = (
-        "import sys, compressor.cli\n"
-        "sys.argv = ['compress', '--help']\n"
-        "try: compressor.cli.main()\n"
-        "except SystemExit as end: assert end.code == 0, end.code\n"
-        "print([name for name in ('torch', 'transformers', 'datasets', 'pydantic') if name in sys.modules])"
-    )
-    done = fresh("-c", code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"

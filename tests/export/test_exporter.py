@@ -213,7 +213,7 @@ def test_weights_that_are_rounded_again_are_told(compress: Compress, family: str
 
 def test_from_python(tmp_path: Path) -> None:
     import compressor
-    from compressor.cli.delivery import TARGETS as OFFERED
+    from compressor.cli.app import EXPORT_TARGETS
     from compressor.export.exporter import TARGETS
     from compressor.runtime.errors import InputError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from planted import random_text
 from torch.nn import functional
 from zoo import FAMILIES, logits, tiny_model, tokens
 
-from compressor.cli import options as opt
 from compressor.evaluate import speed as timing
 from compressor.evaluate.budget import Budget
 from compressor.evaluate.perplexity import evaluate
@@ -185,16 +185,14 @@ def test_agreement_does_not_believe_a_lucky_block() -> None:
     assert max(measured) / min(measured) > 2
     assert max(factors.values()) / min(factors.values()) < (max(measured) / min(measured)) ** 0.5
     assert sum(factors.values()) / 30 == pytest.approx(2.0, rel=0.15)
+
+
+def test_rank_correlation() -> None:
     assert rank_correlation([1, 2, 3, 4], [10, 20, 25, 90]) == pytest.approx(1)
     assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
-
-
-def test_several_budgets_after_one_flag() -> None:
-    assert opt.spread(["plan", "m", "--max-dppl", "0.5", "1", "2%", "--json"]) == [
-        *("plan", "m", "--max-dppl", "0.5", "--max-dppl", "1", "--max-dppl", "2%", "--json")
-    ]
-    assert opt.spread(["m", "--max-dppl", "1.0", "--out", "3"]) == ["m", "--max-dppl", "1.0", "--out", "3"]
-    assert opt.spread(["--max-dppl", "1.0", "./m"]) == ["--max-dppl", "1.0", "./m"]
+    assert rank_correlation([1, 2, 3, 4], [1, 2, 2, 3]) == pytest.approx(3 / 10**0.5)  # equal values share their rank
+    assert math.isnan(rank_correlation([1, 2], [1, 2]))
+    assert math.isnan(rank_correlation([1, 2, 3], [5, 5, 5]))
 
 
 @pytest.fixture

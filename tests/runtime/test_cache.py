@@ -20,7 +20,7 @@ from torch import Tensor
 from compressor.evaluate import evaluator as assessing
 from compressor.runtime.cache import Cache, default_directory
 from compressor.runtime.errors import InputError
-from compressor.runtime.locks import held_directory
+from compressor.runtime.locks import owned_directory
 from compressor.runtime.progress import Progress
 
 KEY = {"text": "abc", "seq_len": 32, "prompts": [[1, 2], [3]]}
@@ -171,7 +171,7 @@ def test_what_a_killed_writer_left_is_gone_with_the_next_run(cache: Cache) -> No
     stale.mkdir()
     for name in ("lock", file.name):
         (stale / name).write_bytes(b"half")
-    with held_directory(cache.directory, ".partial-") as alive:
+    with owned_directory(cache.directory, ".partial-") as alive:
         Cache(cache.directory, Spoken())
         assert entries(cache) == sorted([file, alive])
     assert entries(cache) == [file]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import Compress
 
-from compressor.runtime.interrupts import TRACES, interrupts
+from compressor.runtime.interrupts import WRITTEN, handle_interrupts
 
 ROOT = Path(__file__).parents[2]
 LINE = "error: interrupted; nothing was written"
@@ -108,7 +108,7 @@ def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path: Path) -> None:
 def test_everything_is_put_back(capfd: pytest.CaptureFixture[str]) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     threads = threading.active_count()
-    with pytest.raises(KeyboardInterrupt), interrupts(resumes=True):
+    with pytest.raises(KeyboardInterrupt), handle_interrupts(resumes=True):
         signal.raise_signal(signal.SIGTERM)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert threading.active_count() == threads
@@ -118,15 +118,15 @@ def test_everything_is_put_back(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_result_that_is_complete_is_not_denied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with interrupts(resumes=True) as caught:
-        TRACES.finished = tmp_path / "out"
-        assert [caught.tell(signal.SIGTERM), caught.tell(signal.SIGTERM)] == [143, 143]
+    with handle_interrupts(resumes=True) as caught:
+        WRITTEN.finished = tmp_path / "out"
+        assert [caught.print_line(signal.SIGTERM), caught.print_line(signal.SIGTERM)] == [143, 143]
     assert capsys.readouterr().err == f"error: interrupted; {tmp_path / 'out'} is complete\n"
 
 
 def test_a_child_may_be_ended_alone() -> None:
     """A forked worker that gets a signal must not end its parent, which shares the pipe."""
-    with interrupts(resumes=True):
+    with handle_interrupts(resumes=True):
         child = os.fork()
         if child == 0:
             time.sleep(30)

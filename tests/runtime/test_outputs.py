@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from compressor.runtime import locks as locking
+from compressor.runtime import locks
 from compressor.runtime import outputs as directories
 from compressor.runtime.errors import InputError
-from compressor.runtime.locks import held_directory, locked, sweep
+from compressor.runtime.locks import locked, owned_directory, remove_abandoned
 from compressor.runtime.outputs import clear_leftovers, reserved, whole_directory
 
 ROOT = Path(__file__).parents[2]
@@ -212,14 +212,14 @@ def test_a_file_system_without_locks_costs_a_warning(tmp_path: Path, monkeypatch
     def refuse(*_: Any, **__: Any) -> bool:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(locking, "lock", refuse)
+    monkeypatch.setattr(locks, "lock_descriptor", refuse)
     said: list[str] = []
     with locked(tmp_path / "out", said.append):
         pass
     assert len(said) == 1
     assert said[0].startswith(f"warning: {tmp_path} has no locks (Operation not supported)")
-    with held_directory(tmp_path, ".partial-") as folder:
-        sweep(tmp_path, ".partial-")
+    with owned_directory(tmp_path, ".partial-") as folder:
+        remove_abandoned(tmp_path, ".partial-")
         assert folder.is_dir()
     assert list(tmp_path.iterdir()) == []
 
@@ -228,8 +228,8 @@ def test_a_file_system_without_locks_costs_a_warning(tmp_path: Path, monkeypatch
 def abandoned(tmp_path: Path) -> Iterator[Callable[[], Path]]:
     """A held directory whose owner was killed."""
     code = (
-        "import sys, time; from pathlib import Path; from compressor.runtime.locks import held_directory\n"
-        "with held_directory(Path(sys.argv[1]), '.partial-') as folder:\n"
+        "import sys, time; from pathlib import Path; from compressor.runtime.locks import owned_directory\n"
+        "with owned_directory(Path(sys.argv[1]), '.partial-') as folder:\n"
         "    (folder / 'half').touch(); print(folder, flush=True); time.sleep(60)"
     )
     process = launch(code, tmp_path)
@@ -247,7 +247,7 @@ def abandoned(tmp_path: Path) -> Iterator[Callable[[], Path]]:
 
 def test_only_directories_without_an_owner_are_swept_away(tmp_path: Path, abandoned: Callable[[], Path]) -> None:
     (mine,) = tmp_path.iterdir()
-    sweep(tmp_path, ".partial-")
+    remove_abandoned(tmp_path, ".partial-")
     assert (mine / "half").exists()  # its owner lives
     assert abandoned() == mine
     (tmp_path / ".partial-empty").mkdir()
@@ -255,7 +255,7 @@ def test_only_directories_without_an_owner_are_swept_away(tmp_path: Path, abando
     (tmp_path / ".partial-link").symlink_to(mine)
     (tmp_path / ".partial-foreign").mkdir()
     (tmp_path / ".partial-foreign" / "something").touch()
-    with held_directory(tmp_path, ".partial-") as held:
-        sweep(tmp_path, ".partial-")
+    with owned_directory(tmp_path, ".partial-") as held:
+        remove_abandoned(tmp_path, ".partial-")
         left = {path.name for path in tmp_path.iterdir()}
     assert left == {held.name, ".partial-file", ".partial-link", ".partial-foreign"}

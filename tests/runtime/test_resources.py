@@ -14,8 +14,8 @@ import torch
 from conftest import Compress
 from safetensors.torch import save_file
 
-from compressor.runtime.errors import InputError, disk_reason, explain
-from compressor.runtime.resources import amount, available_memory, free_disk, group_limits, require_disk
+from compressor.runtime.errors import InputError, disk_reason, report_error
+from compressor.runtime.resources import available_memory, cgroup_limits, format_bytes, free_disk, require_disk
 
 ROOT = Path(__file__).parents[2]
 GB = 2**30
@@ -32,12 +32,12 @@ def test_every_group_above_the_process_counts(tmp_path: Path) -> None:
     own.write_text("0::/outer/inner\n")
     write(root / "outer", memory__max=4 * GB, memory__current=3 * GB, memory__stat=f"anon 5\ninactive_file {GB}")
     write(root / "outer" / "inner", memory__max="max", memory__current=GB)
-    assert list(group_limits(root, own)) == [2 * GB]
+    assert list(cgroup_limits(root, own)) == [2 * GB]
     write(root / "outer" / "inner", memory__max=GB + 5)
-    assert list(group_limits(root, own)) == [5, 2 * GB]
+    assert list(cgroup_limits(root, own)) == [5, 2 * GB]
     own.write_text("0::/of/the/host\n")  # a container that sees its own group as the root
     write(root, memory__max=7, memory__current=3)
-    assert list(group_limits(root, own)) == [4]
+    assert list(cgroup_limits(root, own)) == [4]
 
 
 def test_the_first_version_of_groups(tmp_path: Path) -> None:
@@ -49,8 +49,8 @@ def test_the_first_version_of_groups(tmp_path: Path) -> None:
         memory__usage_in_bytes=90,
         memory__stat="total_inactive_file 7",
     )
-    assert list(group_limits(root, own)) == [17]
-    assert list(group_limits(root, tmp_path / "missing")) == []
+    assert list(cgroup_limits(root, own)) == [17]
+    assert list(cgroup_limits(root, tmp_path / "missing")) == []
 
 
 def test_memory_of_this_process() -> None:
@@ -70,7 +70,7 @@ def test_disk_is_refused_before_the_work(tmp_path: Path) -> None:
     assert require_disk("the result", 1, place, "").startswith("the result: about 1 MB on disk (")
     with pytest.raises(InputError, match=r"the result needs .* GB of disk, and .*yet has .* GB; go elsewhere"):
         require_disk("the result", 2 * free + GB, place, "go elsewhere")
-    assert [amount(size) for size in (1, 5 << 20, 3 * GB // 2)] == ["1 MB", "5 MB", "1.5 GB"]
+    assert [format_bytes(size) for size in (1, 5 << 20, 3 * GB // 2)] == ["1 MB", "5 MB", "1.5 GB"]
 
 
 def test_a_disk_that_is_too_small_is_told_by_the_command(
@@ -107,13 +107,13 @@ def wrapped() -> BaseException:
     ],
 )
 def test_out_of_memory_is_one_line(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain(error) == 2
+    assert report_error(error) == 2
     assert capsys.readouterr().err == "error: out of memory; try a smaller --batch-size, --seq-len or model\n"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_out_of_disk_is_one_line(number: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain(OSError(number, "…")) == 2
+    assert report_error(OSError(number, "…")) == 2
     reason = os.strerror(number)
     assert capsys.readouterr().err == f"error: out of disk ({reason}); make room and give the same command again\n"
 
