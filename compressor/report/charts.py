@@ -1,55 +1,308 @@
-"""A chart as a value: what is drawn, apart from how. `plots` makes it a part of a page, `figures` makes it files."""
+"""The charts of a record, as Vega-Lite: one specification is drawn by the page and written as PNG and SVG.
+
+Each chart is a function of the record that returns None when the record lacks what it shows. Names and notes from a
+record are data of a chart, never part of a formula.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import altair as alt
+
+from compressor.report.chart_style import (
+    BEFORE,
+    DIM,
+    INK,
+    SAFE,
+    SERIES,
+    UNSAFE,
+    Chart,
+    Row,
+    block_axis,
+    by_name,
+    clean_rows,
+    finish,
+    fixed,
+    log_axis,
+    log_domain,
+    marks,
+    overlay,
+    r2_ends,
+    write,
+)
+from compressor.report.chart_style import draw as draw
+from compressor.report.formats import interval, last_part, num, percent
+from compressor.report.linearity_charts import (
+    FEW,
+    VERDICTS,
+    corpora,
+    cost_rows,
+    cross,
+    depth,
+    draw_costs,
+    draw_scatter,
+    ladder,
+    measured_on,
+    models,
+    regimes,
+    residual,
+    swap,
+    trained,
+)
+from compressor.report.record import ProfileSet, Record, profiles_of
+from compressor.report.record_parts import Band, Block, FrontierPoint, PerplexityChange
 
 
-@dataclass(frozen=True)
-class Point:
-    """One mark. `low` and `high` are its interval, `size` is what its area stands for, `note` what is told about it."""
-
-    x: float
-    y: float
-    low: float | None = None
-    high: float | None = None
-    size: float | None = None
-    label: str = ""  # drawn beside the mark
-    note: str = ""  # told on hover or tap
-    block: int | None = None  # marks of the same block are lit up together, in every chart of a page
-
-
-@dataclass(frozen=True)
-class Series:
-    """Marks of one kind: a `line` through them (its interval a band), `dots`, or `bars` from zero."""
-
-    name: str
-    points: tuple[Point, ...]
-    kind: str = "line"
-    shade: float | None = None  # 0 … 1: its place in a row of many series (colour from a gradient, one legend for all)
-    alarm: bool = False  # drawn in the colour of what must not be touched
-    dashed: bool = False
-
-
-@dataclass(frozen=True)
-class Axis:
-    label: str
-    log: bool = False  # values that are not positive are drawn at its lower end
-    whole: bool = False  # ticks at whole numbers only
-    limits: tuple[float, float] | None = None  # None: what the marks need
-
-
-@dataclass(frozen=True)
-class Chart:
-    """`name` is its file name without suffix; `caption` says what to see, and on how many tokens of which windows."""
-
-    name: str
-    title: str
-    x: Axis
-    y: Axis
-    series: tuple[Series, ...]
-    caption: str = ""
-    diagonal: bool = False  # a line where x equals y
-    shades: tuple[str, str] | None = (
-        None  # what the two ends of the gradient stand for, such as ("block 0", "block 29")
+def blocks(record: Record) -> Chart | None:
+    """R²_lin of every block above what became of its parameters; of a profile, above what its linear map costs."""
+    rows = clean_rows(map(describe_block, record.blocks), "index", "r2", "before", "after")
+    if not rows:
+        return None
+    costs = cost_rows(record) if record.perplexity is None else []
+    lower = draw_costs(costs, height=130) if costs else draw_parameters(rows)
+    if costs and record.swap:
+        under = (
+            f"the rise in perplexity (from {num(record.swap.baseline)}) when this block alone becomes its linear map; "
+        )
+        under += f"{num(record.swap.tokens)} tokens in windows of {num(record.swap.seq_len)}; logarithmic"
+        title, told = "How linear each block is, and what replacing it costs", "R² and ΔPPL by block"
+    else:
+        under = "parameters before and after"
+        title, told = "How linear each block is, and what is left of it", "R² and parameters before and after, by block"
+    caption = (
+        f"Above: how much of each block's output its least-squares linear map explains (R²_lin, 95 % interval; "
+        f"diamonds: rows weighted as the next norm sees them). Below: {under}. {measured_on(record)}"
     )
+    drawing = alt.vconcat(draw_linearity(rows), lower, spacing=14).resolve_scale(color="independent", x="shared")
+    return finish("blocks", title, caption, told, drawing)
+
+
+def describe_block(block: Block) -> Row:
+    low, high = block.r2_lin_ci95
+    note = (
+        f"block {block.index} · {block.verdict}\nR²_lin {num(block.r2_lin)} ({num(low)} … {num(high)}), "
+        f"stream-weighted {num(block.r2_stream)}\nparameters {num(block.params_before)} → {num(block.params_after)}"
+    )
+    sizes = {"before": block.params_before, "after": block.params_after}
+    figures = {"r2": block.r2_lin, "low": low, "high": high, "stream": block.r2_stream}
+    return {"index": block.index, "verdict": block.verdict, "note": note, **figures, **sizes}
+
+
+def draw_linearity(rows: Sequence[Row]) -> alt.LayerChart:
+    scale = fixed(r2_ends(rows, "r2", "stream", zero=True))
+    axis = alt.Axis(tickCount=4)
+    y = alt.Y("r2:Q", title="R²_lin", scale=scale, axis=axis)
+    seen = [word for word in VERDICTS if any(row["verdict"] == word for row in rows)]
+    colour = by_name("verdict", seen, [VERDICTS[word] for word in seen])
+    x, base = block_axis(labels=False), alt.Chart()
+    layers = [
+        base.mark_rule(strokeWidth=2, opacity=0.6).encode(x, alt.Y("low:Q", scale=scale), alt.Y2("high:Q"), colour),
+        base.mark_point(shape="diamond", size=36, filled=False, color=DIM).encode(x, alt.Y("stream:Q", scale=scale)),
+        base.mark_point(size=64, opacity=1).encode(x, y, colour),
+        marks(x=x, y=y),
+    ]
+    return overlay(rows, 110, *layers)
+
+
+def draw_parameters(rows: Sequence[Row]) -> alt.LayerChart:
+    sides = ("before", "after")
+    sized = [{"index": r["index"], "which": side, "size": r[side], "note": r["note"]} for side in sides for r in rows]
+    y = alt.Y("size:Q", title="parameters", stack=None, axis=alt.Axis(format="~s", tickCount=4))
+    bars = (
+        alt.Chart().mark_bar().encode(block_axis(), y, by_name("which", sides, [BEFORE, SERIES[0]]), tooltip="note:N")
+    )
+    return overlay(sized, 120, bars)
+
+
+INSIDE, OUTSIDE, UNASKED = "inside its budget", "OUTSIDE its budget", "no budget asked"
+STATES = {INSIDE: SERIES[0], OUTSIDE: UNSAFE, UNASKED: SERIES[7]}
+
+
+def budgets(record: Record) -> Chart | None:
+    """Perplexity of each text and score of each task, with intervals, against what was allowed."""
+    texts = [describe_text(name, found, found.max_dppl, found.passed) for name, found in record.text_results().items()]
+    tasks = []
+    for name, task in record.tasks.items():
+        figures = f"{num(task.source)} → {num(task.compressed)}"
+        ends: Row = {"value": task.drop, "low": task.drop_ci95[0], "high": task.drop_ci95[1], "limit": task.max_drop}
+        note = f"{name} {task.metric}: {figures}\n{num(task.documents)} documents, {num(task.changed)} answers changed"
+        tasks.append({"name": f"{name}, {task.metric}: {figures}", "state": state(task.passed), "note": note, **ends})
+    seen = [word for word in STATES if any(row["state"] == word for row in (*texts, *tasks))]
+    panels = [
+        draw_ranges(rows, axis, seen)
+        for rows, axis in ((texts, "rise in perplexity"), (tasks, "change of the score for the worse"))
+        if rows
+    ]
+    if not panels:
+        return None
+    tokens = sum(found.tokens for found in record.text_results().values())
+    windows = " and ".join(sorted({num(found.seq_len) for found in record.text_results().values()}))
+    caption = "Each mark is the change with its 95 % interval; the upright bar is the budget. "
+    if record.budget and record.budget.confidence:
+        caption += f"The upper end at {percent(record.budget.confidence, 0)} confidence must be left of it. "
+    caption += f"{num(tokens)} predicted tokens in windows of {windows or 'unknown length'}."
+    told = "change of perplexity and of tasks with intervals, against the budgets"
+    drawing = alt.vconcat(*panels, spacing=18).resolve_scale(x="independent", y="independent", color="shared")
+    return finish("budgets", "Measured against the budgets", caption, told, drawing)
+
+
+def state(passed: bool | None) -> str:
+    return UNASKED if passed is None else INSIDE if passed else OUTSIDE
+
+
+def describe_text(name: str, found: PerplexityChange, limit: float, passed: bool) -> Row:
+    figures = f"{num(found.baseline)} → {num(found.compressed)}"
+    note = f"perplexity of {name}: {figures}\n{num(found.delta, '+')} ({interval(found.delta_ci95)})"
+    note += f", budget {num(limit, '+')}"
+    ends: Row = {"value": found.delta, "low": found.delta_ci95[0], "high": found.delta_ci95[1], "limit": limit}
+    return {"name": f"perplexity, {name}: {figures}", "state": state(passed), "note": note, **ends}
+
+
+def draw_ranges(rows: Sequence[Row], axis: str, seen: Sequence[str]) -> alt.LayerChart:
+    """A line for each row: its name above the mark, its interval and its budget."""
+    placed = clean_rows(({"place": place, **row} for place, row in enumerate(rows)))
+    values = [0.0, *(row[key] for row in placed for key in ("value", "low", "high", "limit") if row[key] is not None)]
+    span = max(values) - min(values) or 1.0
+    scale = alt.Scale(domain=[min(values) - 0.02 * span, max(values) + 0.04 * span], nice=False)
+    x = alt.X("value:Q", title=axis, scale=scale, axis=alt.Axis(tickCount=6))
+    y = alt.Y("place:O", axis=None, scale=alt.Scale(padding=0))
+    colour = by_name("state", seen, [STATES[word] for word in seen])
+    base = alt.Chart()
+    layers = [
+        base.mark_rule(color=DIM).encode(x=alt.datum(0)),
+        base.mark_text(align="left", baseline="top", dy=-20).encode(y=y, x=alt.value(2), text="name:N"),
+        base.mark_rule(strokeWidth=3, opacity=0.55, yOffset=7).encode(alt.X("low:Q"), y, alt.X2("high:Q"), colour),
+        base.mark_tick(orient="vertical", thickness=4, height=20, color=INK, yOffset=7).encode(alt.X("limit:Q"), y),
+        base.mark_point(size=80, opacity=1, yOffset=7).encode(x, y, colour),
+        base.mark_bar(opacity=0).encode(y=y, x=alt.value(0), x2=alt.value("width"), tooltip="note:N"),
+    ]
+    return overlay(placed, 44 * len(placed), *layers)
+
+
+def agreement(record: Record) -> Chart | None:
+    """The planner's own calibration: each block's replacement alone, predicted against measured."""
+    if not record.agreement:
+        return None
+    rows = []
+    for one in record.agreement.blocks:
+        note = (
+            f"block {one.index}, {one.replacement}\npredicted {num(one.predicted)}, measured {num(one.measured, '+')} "
+        )
+        note += f"± {num(one.standard_error)} nats per token"
+        label = str(one.index) if len(record.agreement.blocks) <= FEW else ""
+        rows.append({"x": one.predicted, "y": one.measured, "note": note, "label": label, "kind": "blocks"})
+    found = clean_rows(rows, "x", "y")
+    if not found:
+        return None
+    ends = log_domain(row[key] for row in found for key in ("x", "y"))
+    for row in found:
+        row["out"] = min(row["x"], row["y"]) < ends[0]
+        row |= {"x": max(row["x"], ends[0]), "y": max(row["y"], ends[0])}
+    scale = fixed(ends, log=True)
+    axis = log_axis(ends)
+    x = alt.X("x:Q", title="predicted, nats per token", scale=scale, axis=axis)
+    y = alt.Y("y:Q", title="measured, nats per token", scale=scale, axis=axis)
+    caption = (
+        f"One replacement in every block alone, on held-out windows. Rank correlation "
+        f"{num(record.agreement.rank_correlation)}. The line is equality; both axes are logarithmic; a hollow mark is "
+        f"beyond the end of an axis. {measured_on(record)}"
+    )
+    told = "measured against predicted rise of the loss, one dot per block"
+    return finish("agreement", "Predicted against measured", caption, told, draw_scatter(found, x, y, None, ends))
+
+
+def bands(name: str, title: str, found: Sequence[Band], record: Record) -> Chart | None:
+    """Nats per token that each band lost: the perplexity of rare tokens is in the millions, and says nothing."""
+    rows = []
+    for place, band in enumerate(found):
+        note = f"{band.band}: {num(band.nats, '+')} nats per token\n{num(band.tokens)} tokens, "
+        note += f"{percent(band.share)} of the rise"
+        about: Row = {"kind": "lost" if band.nats > 0 else "gained", "note": note, "said": num(band.nats, "+")}
+        rows.append({"place": place, "name": band.band, "nats": band.nats, **about})
+    safe = clean_rows(rows, "nats")
+    if not safe:
+        return None
+    x = alt.X("nats:Q", title="rise of the loss, nats per token", axis=alt.Axis(tickCount=5))
+    y, base = alt.Y("place:O", axis=None), alt.Chart()
+    colours = alt.Color("kind:N", scale=alt.Scale(domain=["lost", "gained"], range=[SERIES[0], SAFE]), legend=None)
+    layers = [
+        base.mark_bar(height=9, yOffset=8).encode(x, y, colours),
+        base.mark_rule(color=DIM).encode(x=alt.datum(0)),
+        base.mark_text(align="left", dy=-6).encode(y=y, x=alt.value(2), text="name:N"),
+        base.mark_text(align="right", dy=-6).encode(y=y, x=alt.value("width"), text="said:N"),
+        base.mark_bar(opacity=0).encode(y=y, x=alt.value(0), x2=alt.value("width"), tooltip="note:N"),
+    ]
+    windows = f" in windows of {num(record.perplexity.seq_len)}" if record.perplexity else ""
+    caption = (
+        f"How much worse the next token is predicted, by kind; {num(sum(b.tokens for b in found))} tokens{windows}."
+    )
+    drawing = overlay(safe, 36 * len(safe), *layers)
+    return finish(name, title, caption, "rise of the loss in nats per token, one bar per band", drawing)
+
+
+def frequency(record: Record) -> Chart | None:
+    return bands("frequency", "Loss by token frequency", record.where.frequency, record) if record.where else None
+
+
+def position(record: Record) -> Chart | None:
+    return bands("position", "Loss by position in the window", record.where.position, record) if record.where else None
+
+
+def frontier(points: Sequence[FrontierPoint], name: str, model: str, seq_len: int) -> Chart | None:
+    """Parameters and FLOPs removed against the rise in perplexity, for each budget."""
+    rows, names = [], ("parameters", "FLOPs per token")
+    for point in points:
+        if point.removed and point.texts:
+            texts = point.texts.values()
+            low, high = min(text.delta_ci95[0] for text in texts), max(text.delta_ci95[1] for text in texts)
+            rise = max(text.delta for text in texts)
+            note = f"budget {point.asked}\n{num(rise, '+')} ({interval((low, high))})"
+            row: Row = {"y": rise, "low": low, "high": high, "note": note}
+            rows.append(
+                {"x": 100 * point.removed_fraction, "series": names[0], "label": f"budget {point.asked}", **row}
+            )
+            if point.flops_ratio:
+                rows.append({"x": 100 * (1 - 1 / point.flops_ratio), "series": names[1], "label": "", **row})
+    found = clean_rows(rows, "x", "y")
+    if not found:
+        return None
+    x, y = alt.X("x:Q", title="removed, %"), alt.Y("y:Q", title="ΔPPL")
+    colour, base = by_name("series", names), alt.Chart()
+    dash = alt.StrokeDash("series:N", scale=alt.Scale(domain=names, range=[[1, 0], [6, 3]]), legend=None)
+    layers = [
+        base.mark_rule(opacity=0.5).encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour),
+        base.mark_line(strokeWidth=1.8).encode(x, y, colour, dash),
+        base.mark_point(size=50, opacity=1).encode(x, y, colour),
+        base.mark_text(align="left", dx=7, dy=8).encode(x, y, text="label:N"),
+        marks(x=x, y=y),
+    ]
+    drawing = overlay(found, 280, *layers)
+    caption = f"The largest plan for each budget, with the 95 % interval of ΔPPL on windows of {num(seq_len)} tokens."
+    return finish(name, last_part(model), caption, "rise in perplexity against what was removed", drawing)
+
+
+def draw_frontier(points: Sequence[FrontierPoint], out: Path, model: str, seq_len: int) -> list[str]:
+    """The frontier of a plan, next to the plan's file. Returns the paths of the files."""
+    chart = frontier(points, out.stem, model, seq_len)
+    return write(chart, out.with_suffix("")) if chart else []
+
+
+PROFILE: tuple[Callable[[Record], Chart | None], ...] = (
+    *(blocks, budgets, depth, swap, regimes, ladder, corpora, residual, trained, cross),
+    *(agreement, frequency, position),
+)
+
+
+def charts_of(record: Record | ProfileSet) -> list[Chart]:
+    """Every chart of a record; those of several models are told apart by their names."""
+    profiles = profiles_of(record)
+    found = [models(record)] if isinstance(record, ProfileSet) else []
+    for place, profile in enumerate(profiles, start=1):
+        for build in PROFILE:
+            chart = build(profile)
+            several = chart and len(profiles) > 1
+            found.append(replace(chart, name=f"{place}-{chart.name}") if chart and several else chart)
+    return [chart for chart in found if chart is not None]

@@ -1,0 +1,331 @@
+"""Charts of how linear a model is: over depth, by rank, by text, beside other models, and what a block costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import altair as alt
+
+from compressor.report.chart_style import (
+    COSTLY,
+    DIM,
+    INK,
+    RAMP,
+    SAFE,
+    SERIES,
+    UNSAFE,
+    Chart,
+    Row,
+    block_axis,
+    by_name,
+    clean_rows,
+    finish,
+    fixed,
+    hollow_outside,
+    inline,
+    log_axis,
+    log_domain,
+    marks,
+    overlay,
+    r2_ends,
+)
+from compressor.report.chart_style import draw as draw
+from compressor.report.formats import interval, last_part, num
+from compressor.report.record import ProfileSet, Record
+from compressor.runtime.errors import shorten, visible
+
+VERDICTS = {"safe": SAFE, "costly": COSTLY, "unsafe": UNSAFE}
+R2 = "R² on held-out rows"
+FEW = 12  # marks that can each have their number beside them
+
+
+def measured_on(record: Record) -> str:
+    """What the figures of a chart were measured on."""
+    parts = []
+    if record.rows:
+        parts.append(f"{num(record.rows.fitted)} rows fitted, {num(record.rows.held_out)} held out")
+    if record.text:
+        parts.append(f"windows of {num(record.text.seq_len)} tokens")
+    return f"{last_part(record.source.model)}: {', '.join(parts) or 'tokens and windows are not recorded'}."
+
+
+def draw_lines(rows: Sequence[Row], names: Sequence[str], x: alt.X, width: bool = False) -> alt.LayerChart:
+    """One line per series, told apart by colour, dashes and shape; `width` draws the intervals as bands."""
+    scale = fixed(r2_ends(rows, "y", "low", "high"))
+    y = alt.Y("y:Q", title=R2, scale=scale)
+    names = [shorten(visible(name), 300) for name in names]
+    colour, base = by_name("series", names), alt.Chart()
+    dash = alt.StrokeDash("series:N", scale=alt.Scale(domain=names, range=[[1, 0], [6, 3], [2, 2], [8, 3, 2, 3]]))
+    line = base.mark_line(strokeWidth=1.8).encode(x, y, colour, dash.legend(None))
+    shape = alt.Shape("series:N", scale=alt.Scale(domain=names))
+    dots = base.mark_point(size=34, opacity=1).encode(
+        x, y, colour, shape.legend(alt.Legend() if len(names) > 1 else None)
+    )
+    bands = base.mark_area(opacity=0.16).encode(x, alt.Y("low:Q", scale=scale), alt.Y2("high:Q"), colour)
+    return overlay(rows, 240, *([bands] if width else []), line, dots, marks(x=x, y=y))
+
+
+def line_rows(name: str, values: Iterable[tuple[int, float]]) -> list[Row]:
+    """A value of every block over depth."""
+    return [{"x": at, "y": y, "series": name, "note": f"block {at}\n{name} {num(y)}"} for at, y in values]
+
+
+def over_depth(name: str, title: str, caption: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> Chart | None:
+    rows = clean_rows((row for series, values in lines.items() for row in line_rows(series, values)), "x", "y")
+    if not rows:
+        return None
+    drawing = draw_lines(rows, list(lines), whole_numbers())
+    return finish(name, title, caption, f"{R2} by block; {', '.join(lines)}", drawing)
+
+
+def whole_numbers() -> alt.X:
+    return alt.X(
+        "x:Q", title="block", axis=alt.Axis(tickMinStep=1, format="d"), scale=alt.Scale(zero=False, nice=False)
+    )
+
+
+def depth(record: Record) -> Chart | None:
+    names = ["R²_lin, 95 % interval", "stream-weighted"]
+    rows = []
+    for block in record.blocks:
+        low, high = block.r2_lin_ci95
+        note = f"block {block.index}\nR²_lin {num(block.r2_lin)} ({num(low)} … {num(high)})"
+        rows.append({"x": block.index, "y": block.r2_lin, "low": low, "high": high, "series": names[0], "note": note})
+    rows += line_rows(names[1], ((block.index, block.r2_stream) for block in record.blocks))
+    found = clean_rows(rows, "x", "y")
+    if not found:
+        return None
+    caption = (
+        "How much of every block's output its least-squares linear map explains, and the same with rows counted as the "
+        f"next norm sees them. Where the two part, a few rows carry the variance. {measured_on(record)}"
+    )
+    drawing = draw_lines(found, names, whole_numbers(), width=True)
+    return finish("depth", "Linearity over depth", caption, f"{R2} by block; {', '.join(names)}", drawing)
+
+
+def corpora(record: Record) -> Chart | None:
+    lines = {corpus.name: [(b.index, b.r2_lin) for b in corpus.blocks] for corpus in record.corpora}
+    pairs = [f"{p.first} and {p.second} {num(p.rank_correlation, form='.2f')}" for p in record.corpus_agreement]
+    agreed = f" Rank correlation: {', '.join(pairs)}." if pairs else ""
+    caption = f"R²_lin of every block by corpus.{agreed} {measured_on(record)}"
+    return over_depth("corpora", "The same blocks on other text", caption, lines)
+
+
+def trained(record: Record) -> Chart | None:
+    probe = record.probes.trained if record.probes else None
+    found = [(block.index, block.trained) for block in record.blocks if block.trained]
+    if not found or not probe:
+        return None
+    lines = {
+        "closed form": [(index, one.r2_lin) for index, one in found],
+        f"{probe.optimiser}, {num(probe.steps)} steps": [(index, one.r2) for index, one in found],
+    }
+    caption = (
+        f"The same linear map by {probe.optimiser} ({num(probe.steps)} steps of {num(probe.batch)} rows, learning rate "
+        f"{probe.learning_rate:g}, from zero) stays below the exact solution by {num(probe.mean_gap)} on average: a "
+        f"trained baseline understates linearity. {measured_on(record)}"
+    )
+    return over_depth("trained", "The pitfall of training it", caption, lines)
+
+
+CROSSED = {
+    "own": "own block, own inputs",
+    "own_on_other": "own block, the other's inputs",
+    "own_on_white": "own block, own inputs whitened",
+    "other": "other block, its own inputs",
+    "other_on_own": "other block, this model's inputs",
+    "other_on_white": "other block, this model's inputs whitened",
+}
+
+
+def cross(record: Record) -> Chart | None:
+    found = [(block.index, block.cross) for block in record.blocks if block.cross]
+    if not found:
+        return None
+    lines = {name: [(index, getattr(one, part)) for index, one in found] for part, name in CROSSED.items()}
+    other = last_part(record.cross.source.model) if record.cross else "the other model"
+    caption = (
+        f"R²_lin of this model's blocks and of {other}'s, each on its own inputs, on the other's, and on inputs "
+        f"whitened to unit covariance: what follows the block is in its weights, what follows the inputs is not. "
+        f"{measured_on(record)}"
+    )
+    return over_depth("cross", "Learned, not architectural?", caption, lines)
+
+
+def models(record: ProfileSet) -> Chart | None:
+    rows, names = [], []
+    for place, profile in enumerate(record.profiles, start=1):
+        name = last_part(profile.source.model)
+        names.append(f"{name} ({place})" if name in names else name)
+        last = max(1, len(profile.blocks) - 1)
+        for k, block in enumerate(profile.blocks):
+            note = f"{name}, block {block.index}\nR²_lin {num(block.r2_lin)}"
+            rows.append({"x": k / last, "y": block.r2_lin, "series": names[-1], "note": note})
+    found = clean_rows(rows, "y")
+    if not found or len(names) < 2:
+        return None
+    x = alt.X("x:Q", title="relative depth", scale=alt.Scale(domain=[0, 1]))
+    drawing = draw_lines(found, names, x)
+    caption = " ".join(map(measured_on, record.profiles))
+    return finish("models", "Models side by side", caption, f"{R2} by relative depth; {', '.join(names)}", drawing)
+
+
+def cost_rows(record: Record) -> list[Row]:
+    """What each block costs as a linear map, alone; what does not rise stands at the end of a logarithmic axis."""
+    rows = []
+    for block in record.blocks:
+        if trial := block.swap:
+            low, high = trial.delta_ci95
+            note = (
+                f"block {block.index} · {block.verdict}\nperplexity {num(trial.baseline)} → {num(trial.compressed)}\n"
+                f"{num(trial.delta, '+')} ({interval(trial.delta_ci95)})"
+            )
+            figures: Row = {"delta": trial.delta, "low": low, "high": high}
+            rows.append({"index": block.index, "verdict": block.verdict, "note": note, **figures})
+    found = clean_rows(rows, "index", "delta")
+    bottom, _ = log_domain(row["delta"] for row in found)
+    for row in found:
+        row["out"] = row["delta"] <= bottom
+        for key in ("delta", "low", "high"):
+            row[key] = None if row[key] is None else max(bottom, row[key])
+    return found
+
+
+def draw_costs(rows: Sequence[Row], height: int) -> alt.LayerChart:
+    values = [row[key] for row in rows for key in ("delta", "low", "high") if row[key] is not None]
+    ends = (min(values), 1.2 * max(values))
+    scale = fixed(ends, log=True)
+    y = alt.Y("delta:Q", title="ΔPPL alone", scale=scale, axis=log_axis(ends))
+    seen = [word for word in VERDICTS if any(row["verdict"] == word for row in rows)]
+    colour, *filled = hollow_outside("verdict", seen, [VERDICTS[word] for word in seen])
+    x, base = block_axis(), alt.Chart()
+    layers = [
+        base.mark_rule(strokeWidth=2, opacity=0.6).encode(x, alt.Y("low:Q", scale=scale), alt.Y2("high:Q"), colour),
+        base.mark_point(size=56, opacity=1, filled=False).encode(x, y, colour, *filled),
+        marks(x=x, y=y),
+    ]
+    return overlay(rows, height, *layers)
+
+
+def swap(record: Record) -> Chart | None:
+    rows, found = cost_rows(record), record.swap
+    if not rows or not found:
+        return None
+    caption = (
+        f"The rise in perplexity (from {num(found.baseline)}) when this block alone becomes its linear map, with its "
+        f"95 % interval. {num(found.tokens)} tokens in windows of {num(found.seq_len)}; logarithmic; "
+        "a hollow mark is at or below the lower end."
+    )
+    told = "ΔPPL of each block alone"
+    return finish("swap", "What it costs to replace a block", caption, told, draw_costs(rows, height=200))
+
+
+def draw_scatter(
+    rows: Sequence[Row], x: alt.X, y: alt.Y, size: str | None, line: Sequence[float] | None
+) -> alt.LayerChart:
+    """Dots, blocks that must not be touched in red; `line` are the ends of the line of equality."""
+    base, layers = alt.Chart(), []
+    if line:
+        ends = inline([{"x": end, "y": end} for end in line])
+        equal = alt.Chart(ends).mark_line(color=DIM, strokeDash=[3, 4], strokeWidth=1)
+        layers.append(equal.encode(x, y))
+    kinds = [kind for kind in ("blocks", "unsafe blocks") if any(row["kind"] == kind for row in rows)]
+    colours = {"blocks": SERIES[0], "unsafe blocks": UNSAFE}
+    looks = hollow_outside("kind", kinds, [colours[kind] for kind in kinds])
+    encoded = base.mark_point(opacity=0.85, size=64, filled=False).encode(x, y, *looks)
+    if size:
+        encoded = encoded.encode(size=alt.Size("size:Q", scale=alt.Scale(range=[30, 500]), legend=None))
+    numbers = base.mark_text(align="left", dx=7, dy=-6).encode(x, y, text="label:N")
+    layers += [encoded, numbers, marks(x=x, y=y)]
+    return overlay(rows, 300, *layers)
+
+
+def regimes(record: Record) -> Chart | None:
+    rows = []
+    for b in record.blocks:
+        unsafe = b.verdict == "unsafe"
+        note = f"block {b.index} · {b.verdict}\nR²_lin {num(b.r2_lin)}, median feature {num(b.r2_median)}\n"
+        note += f"effective rank {num(b.effective_rank, form='.1f')}"
+        about: Row = {
+            "kind": "unsafe blocks" if unsafe else "blocks",
+            "label": str(b.index) if unsafe else "",
+            "out": False,
+        }
+        rows.append({"x": b.r2_lin, "y": b.r2_median, "size": b.effective_rank, "note": note, **about})
+    found = clean_rows(rows, "x", "y", "size")
+    if not found:
+        return None
+    caption = (
+        "On the line, every output feature is as linear as the whole; far beneath it, the whole looks linear because a "
+        f"few rows do. The area is the effective rank of the output. {measured_on(record)}"
+    )
+    ends = r2_ends(found, "x", "y")
+    scale = fixed(ends)
+    x, y = (
+        alt.X("x:Q", title="R²_lin, all features together", scale=scale),
+        alt.Y("y:Q", title="R² of the median feature", scale=scale),
+    )
+    drawing = draw_scatter(found, x, y, "size", ends)
+    told = "R² of the median feature against R²_lin, one dot per block"
+    return finish("regimes", "Two regimes", caption, told, drawing)
+
+
+def residual(record: Record) -> Chart | None:
+    probe = record.probes.bilinear if record.probes else None
+    found = [(block.index, block.bilinear) for block in record.blocks if block.bilinear]
+    if not found or not probe:
+        return None
+    rows = []
+    for index, one in found:
+        note = f"block {index}\nR² {num(one.r2_lin)} → {num(one.r2_poly)}, gain {num(one.gain, '+')}"
+        label = str(index) if len(found) <= FEW else ""
+        rows.append({"x": 1 - one.r2_lin, "y": one.gain, "note": note, "label": label, "kind": "blocks", "out": False})
+    safe = clean_rows(rows, "x", "y")
+    if not safe:
+        return None
+    caption = (
+        f"What {num(probe.rank)} products (u·x)(v·x) explain beside the linear map. Pearson correlation with "
+        f"1 − R²_lin {num(probe.pearson, form='.2f')}. Converged when {probe.criterion}. {measured_on(record)}"
+    )
+    x = alt.X("x:Q", title="1 − R²_lin: what the linear map leaves", scale=alt.Scale(zero=False))
+    y = alt.Y("y:Q", title="gain of the bilinear probe in R²")
+    told = "gain of the bilinear probe against 1 − R²_lin, one dot per block"
+    return finish("residual", "What the residual is not", caption, told, draw_scatter(safe, x, y, None, None))
+
+
+def ladder(record: Record) -> Chart | None:
+    rows, reached = [], []
+    for b in record.blocks:
+        if b.ladder:
+            steps = zip(b.ladder.ranks, b.ladder.r2, strict=False)
+            notes = ((rank, r2, f"block {b.index}, rank {rank}\nR² {num(r2)}") for rank, r2 in steps if rank > 0)
+            rows += [{"x": rank, "y": r2, "block": b.index, "note": note} for rank, r2, note in notes]
+            if b.rank_99 is not None:
+                note = (
+                    f"block {b.index}\nrank {num(b.rank_99)} reaches 99 % of R²_lin\nwith {num(b.rank_99_params)} of "
+                )
+                note += f"{num(b.params_before)} parameters"
+                reached.append({"x": max(1, b.rank_99), "y": 0.99 * b.r2_lin, "note": note})
+    found = clean_rows(rows, "x", "y", "block")
+    if not found:
+        return None
+    dots = inline(clean_rows(reached, "x", "y"))
+    scale = fixed(r2_ends(found, "y"))
+    ends = (1.0, max(2.0, *(row["x"] for row in found)))
+    x = alt.X("x:Q", title="rank", scale=fixed(ends, log=True), axis=log_axis(ends))
+    y = alt.Y("y:Q", title=R2, scale=scale)
+    legend = alt.Legend(title="block", titleOrient="left", format="d", tickMinStep=1)
+    colour = alt.Color("block:Q", scale=alt.Scale(range=RAMP), legend=legend)
+    base = alt.Chart()
+    layers = [
+        base.mark_line(strokeWidth=1.4).encode(x, y, colour, detail="block:N"),
+        alt.Chart(dots).mark_point(size=48, opacity=1, color=INK).encode(x, y),
+        marks(x=x, y=y),
+        marks(x=x, y=y).properties(data=dots),
+    ]
+    caption = (
+        "R² of the best map of each rank (reduced-rank regression); the dots mark the rank that reaches 99 % of "
+        f"the full map's. {measured_on(record)}"
+    )
+    drawing = overlay(found, 260, *layers)
+    return finish("ladder", "The rank ladder", caption, f"{R2} by rank, one line per block", drawing)
