@@ -26,18 +26,30 @@ if TYPE_CHECKING:
     from compressor.models.load import load_model as load
     from compressor.pipelines.outputs import save
     from compressor.plan.search import apply, plan
-    from compressor.plan.shapes import Form
+    from compressor.plan.shapes import Shape
     from compressor.text import load_text
 
 __version__ = "0.1.0"
-__all__ = ["Form", "__version__", "apply", "evaluate", "export", "load", "load_text", "measure", "plan", "push", "save"]
+__all__ = [
+    "Shape",
+    "__version__",
+    "apply",
+    "evaluate",
+    "export",
+    "load",
+    "load_text",
+    "measure",
+    "plan",
+    "push",
+    "save",
+]
 
 register_when_transformers_loads()
 # `evaluate`, `export`, `measure` and `plan` are rooms that can be called.
 offer(
     __name__,
     {
-        "Form": "plan.shapes",
+        "Shape": "plan.shapes",
         "apply": "plan.search",
         "evaluate": "evaluate",
         "export": "export",

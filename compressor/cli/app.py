@@ -18,7 +18,7 @@ from compressor.pipelines import recipe
 from compressor.runtime.errors import DONE, MISSED, InputError
 
 if TYPE_CHECKING:
-    from compressor.pipelines.job import Setting
+    from compressor.runtime.context import RunContext
 
 EXAMPLES = """
 Make a language model smaller with a promise: this much smaller, and no worse than that.
@@ -74,11 +74,11 @@ def refuse_early(
     task_files.refuse_early(values.get("tasks"), values.get("task_path"), recipe_file, trust_remote_code)
 
 
-def start(options: RunOptions) -> Setting:
+def start(options: RunOptions) -> RunContext:
     """Join the other processes of this run, if there are any, and open the cache."""
-    from compressor.pipelines.job import Setting
     from compressor.runtime import distributed
     from compressor.runtime.cache import Cache, default_directory
+    from compressor.runtime.context import RunContext
     from compressor.runtime.locks import scratch_directory
     from compressor.runtime.progress import Progress
 
@@ -86,7 +86,8 @@ def start(options: RunOptions) -> Setting:
     progress = Progress(visible=distributed.rank() == 0)
     # Without a cache, measurements go to a directory that is removed with the run.
     directory = scratch_directory(progress) if options.no_cache else options.cache or default_directory()
-    return Setting(progress, options.trust_remote_code, Cache(directory, progress))
+    trust = options.trust_remote_code
+    return RunContext(cache=Cache(directory, progress), progress=progress, trust_remote_code=trust)
 
 
 @app.command()
@@ -98,9 +99,9 @@ def run(values: Values, options: RunOptions) -> None:
     from compressor.report import summary, tables
 
     settings = recipe.resolve(options.recipe_file, values)
-    report = compress.compress(settings, start(options))
-    lines = [*summary.finding_lines(report), *tables.result_lines(report)]
-    emit(report, options.as_json, lines, tables.block_table(report))
+    record = compress.run(settings, start(options))
+    lines = [*summary.finding_lines(record), *tables.result_lines(record)]
+    emit(record, options.as_json, lines, tables.block_table(record))
 
 
 @app.command()
@@ -124,8 +125,8 @@ def profile(
 
     settings = recipe.resolve(options.recipe_file, values)
     settings = settings.model_copy(update={"out": values["out"]})  # a recipe's own is where its compressed model goes
-    report = profile.profile(settings, models or [], start(options), write=not options.as_json)
-    emit(report, options.as_json, summary.profile_lines(report), summary.profile_tables(report))
+    record = profile.run(settings, models or [], start(options), write=not options.as_json)
+    emit(record, options.as_json, summary.profile_lines(record), summary.profile_tables(record))
 
 
 @app.command()
@@ -137,15 +138,15 @@ def plan(
 ) -> None:
     """Measure and search: write plan.json, touch no weights. Several budgets (--max-dppl 0.5 1 2) give the frontier."""
     refuse_early(values["model"], values)
-    from compressor.pipelines import compress
+    from compressor.pipelines import plan
     from compressor.report import tables
 
     settings = recipe.resolve(options.recipe_file, values)
-    report = compress.plan(settings, plan_out, start(options))
-    if "frontier" in report:
-        emit(report, options.as_json, tables.frontier_lines(report, plan_out), tables.frontier_table(report))
-        raise typer.Exit(DONE if any(point["removed"] for point in report["frontier"]) else MISSED)
-    emit(report, options.as_json, tables.plan_lines(report, plan_out), tables.block_table(report))
+    record = plan.run(settings, plan_out, start(options))
+    if record.frontier:
+        emit(record, options.as_json, tables.frontier_lines(record, plan_out), tables.frontier_table(record))
+        raise typer.Exit(DONE if any(point.removed for point in record.frontier) else MISSED)
+    emit(record, options.as_json, tables.plan_lines(record, plan_out), tables.block_table(record))
 
 
 @app.command()
@@ -158,12 +159,12 @@ def apply(
 ) -> None:
     """Fit, patch and save a given plan, if it holds its budget."""
     refuse_early(model, values, None, options.trust_remote_code)
-    from compressor.pipelines import compress
+    from compressor.pipelines import apply
     from compressor.report import tables
 
     settings = recipe.resolve(None, {"model": model, **values})
-    report = compress.apply(settings, plan_file, start(options))
-    emit(report, options.as_json, tables.result_lines(report), tables.block_table(report))
+    record = apply.run(settings, plan_file, start(options))
+    emit(record, options.as_json, tables.result_lines(record), tables.block_table(record))
 
 
 @app.command()
@@ -185,19 +186,19 @@ def check(
     from compressor.report import tables
 
     gate = check.Gate(source, baseline, update_baseline, tolerance, junit, page)
-    report = check.check(directory, values, gate, start(options))
-    emit(report, options.as_json, tables.check_lines(report), tables.check_table(report))
-    raise typer.Exit(DONE if report["passed"] else MISSED)
+    record = check.run(directory, values, gate, start(options))
+    emit(record, options.as_json, tables.check_lines(record), tables.check_table(record))
+    raise typer.Exit(DONE if record.passed else MISSED)
 
 
 @app.command()
 def info(directory: Directory, as_json: Json = False, debug: Debug = False) -> None:
     """What a compressed checkpoint contains."""
     from compressor.report import tables
-    from compressor.report.record import read_record
+    from compressor.report.record import Record, read_record
 
     record = read_record(directory)
-    table = tables.block_table(record) if "perplexity" in record else None
+    table = tables.block_table(record) if isinstance(record, Record) else None
     emit(record, as_json, tables.info_lines(record), table)
 
 
@@ -220,9 +221,10 @@ def push(
 ) -> None:
     """Send a compressed checkpoint with its card to the Hub, in one commit; without a token, say what would be sent."""
     from compressor.export import hub
+    from compressor.report import tables
     from compressor.runtime.progress import Progress
 
-    report = hub.push(
+    record = hub.push(
         directory,
         repo,
         private=private,
@@ -233,7 +235,7 @@ def push(
         dry_run=dry_run,
         progress=Progress(visible=True),
     )
-    emit(report, as_json, hub.push_lines(report), hub.push_table(report))
+    emit(record, as_json, tables.push_lines(record), tables.push_table(record))
 
 
 @app.command()
@@ -264,11 +266,12 @@ def export(
 
     hub.refuse_out_of_reach(model)  # before torch is imported, which takes longer than this
     from compressor.export import exporter
+    from compressor.report import tables
     from compressor.runtime.progress import Progress
 
     progress = Progress(visible=True)
-    report = exporter.export(model, to, out, dtype=dtype, overwrite=overwrite, force=force, progress=progress)
-    emit(report, as_json, exporter.export_lines(report), None)
+    record = exporter.export(model, to, out, dtype=dtype, overwrite=overwrite, force=force, progress=progress)
+    emit(record, as_json, tables.export_lines(record), None)
 
 
 @app.callback(invoke_without_command=True)

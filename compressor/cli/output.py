@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from compressor.runtime.errors import visible
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.segment import Segment
     from rich.table import Table
+
+    from compressor.report.record_parts import Part
 
 # JSON escapes only the control characters below a space; these command a terminal as well, or cannot be encoded.
 UNPRINTABLE = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -29,8 +31,8 @@ class EscapedTable:
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
 
-def emit(report: dict[str, Any], as_json: bool, lines: list[str], table: Table | list[Table] | None) -> None:
-    """Print the report as JSON, or the tables and the lines. Of several processes only the first prints."""
+def emit(record: Part, as_json: bool, lines: list[str], table: Table | list[Table] | None) -> None:
+    """Print the record as JSON, or the tables and the lines. Of several processes only the first prints."""
     from compressor.runtime import distributed
 
     first = distributed.rank() == 0
@@ -40,7 +42,7 @@ def emit(report: dict[str, Any], as_json: bool, lines: list[str], table: Table |
     if as_json:
         from compressor.runtime.outputs import to_json
 
-        print(UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", to_json(report)))
+        print(UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", to_json(record.to_json_value())))
         return
     from rich.console import Console
 

@@ -2,4 +2,4 @@
 
 from compressor.runtime.lazy import offer
 
-__all__ = offer(__name__, {"measure": "profile", "Profile": "profiles", "BlockProfile": "profiles"}, verb="measure")
+__all__ = offer(__name__, {"measure": "profile", "Profile": "profile", "BlockProfile": "profile"}, verb="measure")

@@ -193,8 +193,8 @@ def afford_neurons(model: Any, text: Text, progress: Progress) -> dict[int, Neur
     )  # all processes must come to the same plan
     most = WORKSPACES * max(moment_bytes(block, neurons[block.index]) for block in blocks)
     progress.say(
-        f"statistics: {format_bytes(disk_bytes(blocks, neurons, text))} on disk, {format_bytes(most)} of memory at a time "
-        f"({format_bytes(free)} can be had)"
+        f"statistics: {format_bytes(disk_bytes(blocks, neurons, text))} on disk, {format_bytes(most)} of memory at a "
+        f"time ({format_bytes(free)} can be had)"
     )
     if most <= free:
         return neurons
@@ -213,8 +213,8 @@ def refuse_short_disk(store: MomentsStore) -> None:
     free = distributed.broadcast_value(free_disk(store.cache.directory))
     if needed > free and not all(store.cache.has(store.key("moments", block)) for block in store.blocks):
         raise InputError(
-            f"the statistics need {format_bytes(needed)} of disk, and {store.cache.directory} has {format_bytes(free)}; "
-            "name another place with --cache DIR"
+            f"the statistics need {format_bytes(needed)} of disk, and {store.cache.directory} has "
+            f"{format_bytes(free)}; name another place with --cache DIR"
         )
 
 
