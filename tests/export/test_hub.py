@@ -27,6 +27,7 @@ from compressor.export.upload import local_paths, record_paths, shorten_paths
 from compressor.report.card import card
 from compressor.report.card_metadata import list_problems
 from compressor.report.record import read_record
+from compressor.runtime.errors import InputError
 
 OPEN_CLIENT = pushing.open_client
 SHORT = {"verification": {"source": "demo"}}
@@ -283,7 +284,7 @@ def test_no_token_in_a_traceback(compressed: Path, hub: Hub) -> None:
     inner = ValueError(f"Bearer {TOKEN}")
     hub.failure = answer(HfHubHTTPError, 500)
     hub.failure.__cause__ = inner
-    with pytest.raises(compressor.errors.InputError) as caught:  # type: ignore[attr-defined]
+    with pytest.raises(InputError) as caught:
         pushing.push(compressed, "me/small")
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
