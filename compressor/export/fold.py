@@ -27,7 +27,7 @@ GRID = torch.linspace(-8, 8, 257, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
-class Ordinary:
+class OrdinaryBlock:
     """The matrices of an ordinary block, all as [outputs, inputs]; a bias of None is zero."""
 
     activation: str
@@ -48,7 +48,7 @@ class Ordinary:
         rows = act(rows) if self.gate is None else act(functional.linear(x, self.gate, self.gate_bias)) * rows
         return functional.linear(rows, self.outer, self.bias)
 
-    def padded(self, neurons: int) -> Ordinary:
+    def padded(self, neurons: int) -> OrdinaryBlock:
         """With neurons of zeros up to this number: they add nothing."""
         more = neurons - self.neurons
         rows: dict[str, Any] = {
@@ -59,9 +59,11 @@ class Ordinary:
         return replace(self, outer=functional.pad(self.outer, (0, more)), **rows) if more else self
 
 
-def ordinary(neurons: Neurons) -> Ordinary:
+def as_ordinary(neurons: Neurons) -> OrdinaryBlock:
     """A block that was not replaced, as it is."""
-    return Ordinary(neurons.activation, outer=neurons.outer.T, bias=neurons.outer_matrix.bias, **neurons.matrices())
+    return OrdinaryBlock(
+        neurons.activation, outer=neurons.outer.T, bias=neurons.outer_matrix.bias, **neurons.matrices()
+    )
 
 
 def neurons_needed(module: Replacement, gated: bool) -> int:
@@ -71,7 +73,7 @@ def neurons_needed(module: Replacement, gated: bool) -> int:
 
 
 @torch.no_grad()
-def fold(module: Replacement, activation: str, gated: bool) -> Ordinary:
+def fold(module: Replacement, activation: str, gated: bool) -> OrdinaryBlock:
     """The ordinary block with this activation that computes what the replacement computes."""
     refuse_other_neurons(module, activation, gated)
     rank_rows, columns = linear_part(module)
@@ -92,15 +94,15 @@ def fold(module: Replacement, activation: str, gated: bool) -> Ordinary:
             kept = getattr(module, name, None)
             parts[name].insert(0, module.bias.new_zeros(module.neurons) if kept is None else kept.detach())
     joined = {name: torch.cat(tensors, dim=int(name == "outer")) for name, tensors in parts.items()}
-    return Ordinary(activation, bias=module.bias.detach(), **joined)
+    return OrdinaryBlock(activation, bias=module.bias.detach(), **joined)
 
 
 def refuse_other_neurons(module: Replacement, activation: str, gated: bool) -> None:
     """The kept neurons must be those that the target's blocks are made of."""
     if not module.neurons:
         return
-    own, other = (ACT2FN[str(name)](GRID) for name in (module.activation, activation))
-    if module.gated != gated or not torch.allclose(own, other, atol=1e-6):  # some have several names
+    kept, target = (ACT2FN[str(name)](GRID) for name in (module.activation, activation))
+    if module.gated != gated or not torch.allclose(kept, target, atol=1e-6):  # some have several names
         kinds = [f"{'gated ' * gate}{act}" for act, gate in ((module.activation, module.gated), (activation, gated))]
         raise InputError(f"its kept neurons are {kinds[0]}, and the target's blocks are {kinds[1]}")
 

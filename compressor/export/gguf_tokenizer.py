@@ -42,8 +42,8 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A way to cut words that llama.cpp has: its names, by whether a word that is a token is taken whole."""
+class PreTokenizer:
+    """A way to cut text into words that llama.cpp has: its names, by whether a word that is a token is taken whole."""
 
     steps: tuple[str, ...]
     names: Mapping[bool, str]
@@ -54,17 +54,19 @@ def split(*patterns: str) -> tuple[str, ...]:
     return (*(f"split {pattern}" for pattern in patterns), "bytes")
 
 
-CUTS = [
-    Cut(("words", "bytes"), {False: "gpt-2"}),
-    Cut(("digits", "words", "bytes"), {False: "smollm"}),
-    Cut(split(rf"{SHORT}|{WORD}|\p{{N}}{{1,3}}|{MARKS}"), {True: "llama-bpe", False: "dbrx"}),
-    Cut(split(rf"{SHORT}|{WORD}|\p{{N}}|{MARKS}"), {False: "qwen2"}),
-    Cut(split(rf"{CASED[0]}|{CASED[1]}|\p{{N}}|{PATHS}"), {True: "tekken"}, ASCII_CASE),
-    Cut(split(rf"{CASED[0]}{SHORT}?|{CASED[1]}{SHORT}?|\p{{N}}{{1,3}}|{PATHS}"), {False: "gpt-4o"}, ASCII_CASE),
-    Cut(split(rf"{SHORT}|{MARKED}|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{END}"), {False: "qwen35"}),
-    Cut(split(rf"{SHORT}|{WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+{END}"), {False: "seed-coder"}),
-    Cut(split(POSSESSIVE), {False: "bailingmoe"}),
-    Cut(split(r"\p{N}{1,3}", CJK, NAMED + END), {False: "deepseek-v3"}),
+PRE_TOKENIZERS = [
+    PreTokenizer(("words", "bytes"), {False: "gpt-2"}),
+    PreTokenizer(("digits", "words", "bytes"), {False: "smollm"}),
+    PreTokenizer(split(rf"{SHORT}|{WORD}|\p{{N}}{{1,3}}|{MARKS}"), {True: "llama-bpe", False: "dbrx"}),
+    PreTokenizer(split(rf"{SHORT}|{WORD}|\p{{N}}|{MARKS}"), {False: "qwen2"}),
+    PreTokenizer(split(rf"{CASED[0]}|{CASED[1]}|\p{{N}}|{PATHS}"), {True: "tekken"}, ASCII_CASE),
+    PreTokenizer(
+        split(rf"{CASED[0]}{SHORT}?|{CASED[1]}{SHORT}?|\p{{N}}{{1,3}}|{PATHS}"), {False: "gpt-4o"}, ASCII_CASE
+    ),
+    PreTokenizer(split(rf"{SHORT}|{MARKED}|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{END}"), {False: "qwen35"}),
+    PreTokenizer(split(rf"{SHORT}|{WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+{END}"), {False: "seed-coder"}),
+    PreTokenizer(split(POSSESSIVE), {False: "bailingmoe"}),
+    PreTokenizer(split(r"\p{N}{1,3}", CJK, NAMED + END), {False: "deepseek-v3"}),
 ]
 
 
@@ -85,14 +87,14 @@ def add_vocabulary(
 ) -> list[str]:
     """Write the tokenizer of a model with that many rows of embeddings. What llama.cpp does otherwise is returned."""
     if not getattr(tokenizer, "is_fast", False):
-        raise refuse(f"the tokenizer {type(tokenizer).__name__} has no tokenizer.json")
+        raise unsupported(f"the tokenizer {type(tokenizer).__name__} has no tokenizer.json")
     vocabulary = read_vocabulary(json.loads(tokenizer.backend_tokenizer.to_str()), rows)
     model = vocabulary.model
     if model.get("type") != "BPE":
-        raise refuse(f"llama.cpp is not known to tokenize as a {model.get('type')} tokenizer does")
+        raise unsupported(f"llama.cpp is not known to tokenize as a {model.get('type')} tokenizer does")
     for part in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(part):
-            raise refuse(f"llama.cpp has no {part} ({model[part]!r})")
+            raise unsupported(f"llama.cpp has no {part} ({model[part]!r})")
     if has_bytes(vocabulary):
         add_pieces(writer, vocabulary)
     else:
@@ -108,7 +110,8 @@ def add_vocabulary(
     return vocabulary.notes
 
 
-def refuse(reason: str) -> InputError:
+def unsupported(reason: str) -> InputError:
+    """The error for a tokenizer that llama.cpp does not have, with the way out."""
     return InputError(f"{reason}; {ALTERNATIVE}")
 
 
@@ -122,11 +125,11 @@ def read_vocabulary(data: dict[str, Any], rows: int) -> Vocabulary:
     texts = {id: text for text, id in pieces.items()} if isinstance(pieces, dict) else {}
     for id, token in added.items():
         if texts.setdefault(id, token["content"]) != token["content"]:
-            raise refuse(f"token {id} of the tokenizer is both {texts[id]!r} and {token['content']!r}")
+            raise unsupported(f"token {id} of the tokenizer is both {texts[id]!r} and {token['content']!r}")
     if texts and max(texts) >= rows:
-        raise refuse(f"the tokenizer has a token {max(texts)}, and the model only {rows} rows of embeddings")
+        raise unsupported(f"the tokenizer has a token {max(texts)}, and the model only {rows} rows of embeddings")
     if any("\0" in text for text in texts.values()):
-        raise refuse("llama.cpp reads a token only up to a zero byte, and this tokenizer has tokens with one")
+        raise unsupported("llama.cpp reads a token only up to a zero byte, and this tokenizer has tokens with one")
     unused = set(range(rows)) - set(texts)
     taken = set(texts.values())
     for id in unused:
@@ -168,37 +171,39 @@ def add_merges(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
     if [part["type"] for part in normalizers] == ["NFC"]:
         vocabulary.notes.append("llama.cpp does not put text into Unicode's NFC form")
     elif normalizers:
-        raise refuse(f"llama.cpp has no normalizer {describe(normalizers)}")
+        raise unsupported(f"llama.cpp has no normalizer {quote_parts(normalizers)}")
     missing = [letter for letter in byte_letters() if letter not in model["vocab"]]
     if missing and model.get("unk_token") is not None:
-        raise refuse(
+        raise unsupported(
             f"llama.cpp drops the bytes that have no token ({len(missing)} of 256) where the tokenizer does not"
         )
     if rare := set(missing) - NEVER:
         vocabulary.notes.append(f"llama.cpp makes other tokens next to one of the {len(rare)} bytes that have no token")
     merges = [" ".join(pair) for pair in read_merges(model)]
     if not merges:
-        raise refuse("llama.cpp reads no BPE tokenizer without merges")
+        raise unsupported("llama.cpp reads no BPE tokenizer without merges")
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(name_cut(vocabulary))
+    writer.add_tokenizer_pre(name_pre_tokenizer(vocabulary))
     writer.add_token_merges(merges)
 
 
-def name_cut(vocabulary: Vocabulary) -> str:
+def name_pre_tokenizer(vocabulary: Vocabulary) -> str:
     """llama.cpp's name of the way to cut words; with it comes whether a word that is a token is taken whole."""
     parts = flatten(vocabulary.data.get("pre_tokenizer"), "pretokenizers")
     if [(part["type"], part.get("add_prefix_space")) for part in parts] == [("ByteLevel", True)]:
         parts = [{**parts[0], "add_prefix_space": False}]
         vocabulary.notes.append("llama.cpp puts no space before a text as this tokenizer does: begin it with one")
-    cut = find_cut(parts)
-    if cut is None:
-        raise refuse(f"llama.cpp is not known to cut words as this tokenizer does ({describe(parts)})")
+    pre_tokenizer = find_pre_tokenizer(parts)
+    if pre_tokenizer is None:
+        raise unsupported(f"llama.cpp is not known to cut words as this tokenizer does ({quote_parts(parts)})")
     whole = bool(vocabulary.model.get("ignore_merges"))
-    if whole not in cut.names and not merges_suffice(vocabulary.data):
-        raise refuse(f"llama.cpp has {' and '.join(cut.names.values())} only with ignore_merges {not whole}")
-    if cut.note:
-        vocabulary.notes.append(cut.note)
-    return cut.names.get(whole) or cut.names[not whole]
+    if whole not in pre_tokenizer.names and not merges_suffice(vocabulary.data):
+        raise unsupported(
+            f"llama.cpp has {' and '.join(pre_tokenizer.names.values())} only with ignore_merges {not whole}"
+        )
+    if pre_tokenizer.note:
+        vocabulary.notes.append(pre_tokenizer.note)
+    return pre_tokenizer.names.get(whole) or pre_tokenizer.names[not whole]
 
 
 def merges_suffice(data: dict[str, Any]) -> bool:
@@ -221,7 +226,7 @@ def has_bytes(vocabulary: Vocabulary) -> bool:
         return False
     missing = set(BYTES) - vocabulary.model["vocab"].keys()
     if missing:
-        raise refuse(f"the tokenizer falls back to bytes and has no token for {len(missing)} of 256")
+        raise unsupported(f"the tokenizer falls back to bytes and has no token for {len(missing)} of 256")
     return True
 
 
@@ -238,9 +243,11 @@ def find_space_prefix(vocabulary: Vocabulary) -> bool:
                 vocabulary.notes.append(f"llama.cpp finds {shorten(', '.join(changed))} also within words")
         return len(normalizers) > 1
     if normalizers or len(parts) != 1 or parts[0]["type"] != "Metaspace" or parts[0]["replacement"] != SPACE:
-        raise refuse(f"llama.cpp does not treat spaces as this tokenizer does ({describe(normalizers + parts)})")
+        raise unsupported(
+            f"llama.cpp does not treat spaces as this tokenizer does ({quote_parts(normalizers + parts)})"
+        )
     if parts[0].get("split", True) and any(SPACE in left[1:] + right for left, right in read_merges(vocabulary.model)):
-        raise refuse("llama.cpp does not cut words at spaces, and this tokenizer has tokens that go over them")
+        raise unsupported("llama.cpp does not cut words at spaces, and this tokenizer has tokens that go over them")
     scheme = parts[0].get("prepend_scheme", "always")
     if scheme != "never":
         vocabulary.notes.append("llama.cpp puts a space before a text also where it begins with one")
@@ -268,7 +275,7 @@ def score(vocabulary: Vocabulary) -> list[float]:
         for cut in range(1, len(piece)):
             pair = piece[:cut], piece[cut:]
             if pair[0] in pieces and pair[1] in pieces and pair not in known:
-                raise refuse(f"llama.cpp would join {pair[0]!r} and {pair[1]!r}, which the tokenizer does not")
+                raise unsupported(f"llama.cpp would join {pair[0]!r} and {pair[1]!r}, which the tokenizer does not")
     return [-float(order.get(token, len(order))) for token in vocabulary.tokens]
 
 
@@ -288,7 +295,9 @@ def rank(merges: Sequence[tuple[str, str]]) -> dict[str, int]:
         elif ranks.get(token) != place or set(token) == {SPACE}:
             before = merges[i - 1]
             if set(token + "".join(before)) != {SPACE} or len(left) > len(before[0]):
-                raise refuse(f"llama.cpp has one rank for each token, and {token!r} is made by merges of many ranks")
+                raise unsupported(
+                    f"llama.cpp has one rank for each token, and {token!r} is made by merges of many ranks"
+                )
         ranks.setdefault(token, place)
         end = max(end, last[token])
     return ranks
@@ -303,19 +312,25 @@ def add_special_tokens(
     start = next((i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare), None)
     before, after = (full, []) if start is None else (full[:start], full[start + len(bare) :])
     if start is None or not bare or len(before) > 1 or len(after) > 1:
-        raise refuse(f"llama.cpp puts at most one token before and after a text; this tokenizer makes {full} of {bare}")
+        raise unsupported(
+            f"llama.cpp puts at most one token before and after a text; this tokenizer makes {full} of {bare}"
+        )
     rows = range(len(vocabulary.tokens))  # a padding that nobody trained may lie beyond them
     if any(id not in rows for id in (*before, *after)):
-        raise refuse(f"the tokenizer puts {full} around a text, and the model only has {len(rows)} rows of embeddings")
+        raise unsupported(
+            f"the tokenizer puts {full} around a text, and the model only has {len(rows)} rows of embeddings"
+        )
     ends = [id for id in list_ends(tokenizer, generation_config) if id in rows]
-    own = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "pad", "unk")}
-    begin, pad, unknown = (id if id in rows else None for id in own.values())
+    named = [getattr(tokenizer, f"{name}_token_id") for name in ("bos", "pad", "unk")]
+    begin, pad, unknown = (id if id in rows else None for id in named)
     first = before[0] if before else begin
     end = after[0] if after else next(iter(ends), None)
     if end is None:
         end = next((id for id in (pad, first, unknown) if id is not None), None)
         if end is None:
-            raise refuse("the tokenizer has no token for the end of a text, for which llama.cpp would take another")
+            raise unsupported(
+                "the tokenizer has no token for the end of a text, for which llama.cpp would take another"
+            )
         vocabulary.notes.append(
             f"llama.cpp ends a text at {vocabulary.tokens[end]!r}, for it must end it at some token"
         )
@@ -341,12 +356,12 @@ def add_special_tokens(
 
 def list_ends(tokenizer: PreTrainedTokenizerBase, generation_config: Any) -> list[int]:
     """The tokens that end a text, the tokenizer's own first."""
-    told = getattr(generation_config, "eos_token_id", None)
-    told = told if isinstance(told, list) else [told]
-    return [id for id in dict.fromkeys([tokenizer.eos_token_id, *told]) if id is not None]
+    configured = getattr(generation_config, "eos_token_id", None)
+    configured = configured if isinstance(configured, list) else [configured]
+    return [id for id in dict.fromkeys([tokenizer.eos_token_id, *configured]) if id is not None]
 
 
-def describe(parts: Sequence[dict[str, Any]]) -> str:
+def quote_parts(parts: Sequence[dict[str, Any]]) -> str:
     return shorten(json.dumps(parts, ensure_ascii=False)) if parts else "none"
 
 
@@ -363,10 +378,10 @@ def byte_letters() -> list[str]:
     return ByteLevel.alphabet()
 
 
-def find_cut(parts: Sequence[dict[str, Any]]) -> Cut | None:
-    """The way that these parts of a pre-tokenizer are, or None where llama.cpp has no such way."""
+def find_pre_tokenizer(parts: Sequence[dict[str, Any]]) -> PreTokenizer | None:
+    """The pre-tokenizer of llama.cpp that is made of these parts, or None where it has none."""
     steps = tuple(step for part in parts for step in name_steps(part))
-    return next((cut for cut in CUTS if cut.steps == steps), None)
+    return next((known for known in PRE_TOKENIZERS if known.steps == steps), None)
 
 
 def name_steps(part: dict[str, Any]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from compressor.export.fold import Ordinary
+from compressor.export.fold import OrdinaryBlock
 from compressor.export.stock import Layout, assemble, fold_blocks, has_replacement, layout_of, stock_config, widths_of
 from compressor.models.blocks import find_blocks
 from compressor.runtime.errors import InputError
@@ -111,11 +111,11 @@ def block_widths(model: Any) -> list[int]:
     return [layer.mlp.down_proj.in_features for layer in model.model.layers]
 
 
-def scaled(ffn: Ordinary, scale: float) -> Ordinary:
+def scaled(ffn: OrdinaryBlock, scale: float) -> OrdinaryBlock:
     if scale == 1.0:
         return ffn
     bias = None if ffn.bias is None else ffn.bias * scale
-    return Ordinary(ffn.activation, ffn.inner, ffn.outer * scale, ffn.gate, ffn.inner_bias, ffn.gate_bias, bias)
+    return OrdinaryBlock(ffn.activation, ffn.inner, ffn.outer * scale, ffn.gate, ffn.inner_bias, ffn.gate_bias, bias)
 
 
 def window_of(config: Any) -> int | None:

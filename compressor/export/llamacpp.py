@@ -1,4 +1,4 @@
-"""Run a GGUF file in stock llama.cpp (the wheel `xllamacpp`), in a process of its own, for it may abort."""
+"""Run a GGUF file in stock llama.cpp (the wheel `xllamacpp`), in a process of its own because it may abort."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from compressor.runtime.errors import InputError, shorten
 STAMP = re.compile(r"^[\d.]+ E +")  # of a line that llama.cpp logs as an error
 ABORT = re.compile(r"GGML_ASSERT|GGML_ABORT|fatal error")
 LOUD = 1e6  # a bias that makes a token the most likely one, whatever the model says
-NOTHING = -1e38  # less is how llama.cpp says the logarithm of zero
 LOWEST = -1e38  # llama.cpp says log 0 as the lowest float
 PATIENCE = 10.0  # seconds for an orderly end
 ERRORS_ONLY = 1  # of llama.cpp's log
@@ -57,7 +56,7 @@ def available() -> bool:
 
 
 class Runner:
-    """A GGUF file at work: `with Runner(file) as run: run.tokenize("Hello")`."""
+    """A running llama.cpp with a GGUF file: `with Runner(file) as run: run.tokenize("Hello")`."""
 
     def __init__(self, file: str | Path, settings: Settings | None = None) -> None:
         self.file, self.settings = Path(file), settings or Settings()
@@ -67,7 +66,7 @@ class Runner:
             raise InputError("xllamacpp, which runs GGUF files, is not installed; pip install xllamacpp")
         self.log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         self.key = secrets.token_hex(16)
-        orders = {"file": str(self.file.resolve()), "key": self.key, **asdict(self.settings)}
+        request = {"file": str(self.file.resolve()), "key": self.key, **asdict(self.settings)}
         self.child = subprocess.Popen(
             [sys.executable, "-m", "compressor.export.llamacpp"],
             stdin=subprocess.PIPE,  # its end is the child's end, however this process goes
@@ -80,7 +79,7 @@ class Runner:
         assert self.child.stdin
         assert self.child.stdout
         try:
-            self.child.stdin.write(json.dumps(orders) + "\n")
+            self.child.stdin.write(json.dumps(request) + "\n")
             self.child.stdin.flush()
             self.address = urlsplit(json.loads(self.child.stdout.readline())).netloc
         except (OSError, ValueError):
@@ -157,8 +156,8 @@ class Runner:
             whole = self.tokenize("a")[-1]
             wanted = {"n_probs": self.vocabulary(), "logit_bias": [[whole, LOUD]], "cache_prompt": True}
             entries = self.complete(prefix, 1, **wanted)["completion_probabilities"][0]["top_logprobs"]
-        (found,) = (entry["logprob"] for entry in entries if entry["id"] == token)
-        return found if found > LOWEST else -math.inf
+        (value,) = (entry["logprob"] for entry in entries if entry["id"] == token)
+        return value if value > LOWEST else -math.inf
 
     def vocabulary(self) -> int:
         return int(self.post("/v1/models", {})["data"][0]["meta"]["n_vocab"])
@@ -187,7 +186,7 @@ def search_path() -> str:
 
 
 def find_reason(log: str) -> str:
-    """The line that tells most: a failed assertion, else the first error, for the later ones only repeat it."""
+    """The line that says most: a failed assertion, else the first error, for the later ones only repeat it."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     aborts = [line for line in lines if ABORT.search(line)]
     errors = [STAMP.sub("", line) for line in lines if STAMP.match(line)]
@@ -196,22 +195,22 @@ def find_reason(log: str) -> str:
 
 def serve() -> None:
     """The child: start llama.cpp's server, tell its address, and end when the input ends."""
-    orders = json.loads(sys.stdin.readline())
+    request = json.loads(sys.stdin.readline())
     threading.Thread(target=end_with_input, daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # llama.cpp may print
     xllamacpp: Any = import_module("xllamacpp")
     params = xllamacpp.CommonParams()
-    params.model.path = orders["file"]
-    params.api_keys, params.hostnames, params.port = [orders["key"]], ["127.0.0.1"], 0
-    params.n_ctx, params.n_parallel = orders["context"], 1
-    params.n_batch, params.n_ubatch = orders["batch"], orders["micro_batch"]
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = orders["threads"]
-    kind = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{orders['cache_type'].upper()}")
+    params.model.path = request["file"]
+    params.api_keys, params.hostnames, params.port = [request["key"]], ["127.0.0.1"], 0
+    params.n_ctx, params.n_parallel = request["context"], 1
+    params.n_batch, params.n_ubatch = request["batch"], request["micro_batch"]
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = request["threads"]
+    kind = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{request['cache_type'].upper()}")
     params.cache_type_k = params.cache_type_v = kind
     flash = xllamacpp.llama_flash_attn_type
     on, off = flash.LLAMA_FLASH_ATTN_TYPE_ENABLED, flash.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    params.flash_attn_type = on if orders["flash_attention"] else off
+    params.flash_attn_type = on if request["flash_attention"] else off
     params.n_gpu_layers, params.fit_params, params.ui = 0, False, False
     params.cache_ram_mib, params.verbosity = 0, ERRORS_ONLY
     server = xllamacpp.Server(params)

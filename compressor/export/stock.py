@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from compressor.export.fold import Ordinary, fold, neurons_needed, ordinary
+from compressor.export.fold import OrdinaryBlock, as_ordinary, fold, neurons_needed
 from compressor.models.blocks import Block, find_blocks, parts_of
 from compressor.models.neurons import Matrix, find_neurons
 from compressor.runtime.errors import InputError
@@ -95,7 +95,7 @@ def has_replacement(model: Any, block: Block) -> bool:
     return bool(getattr(model.get_submodule(block.path), "is_compressor_replacement", False))
 
 
-def fold_blocks(model: Any, layout: Layout) -> list[Ordinary]:
+def fold_blocks(model: Any, layout: Layout) -> list[OrdinaryBlock]:
     """Every block of a compressed model as an ordinary one."""
     folded = []
     for block in find_blocks(model):
@@ -108,7 +108,7 @@ def fold_blocks(model: Any, layout: Layout) -> list[Ordinary]:
         neurons = find_neurons(model, block)
         if neurons is None or neurons.gated != layout.gated:
             raise InputError(f"{block.path} is not made of neurons that could be read")
-        folded.append(ordinary(neurons))
+        folded.append(as_ordinary(neurons))
     return folded
 
 
@@ -116,7 +116,7 @@ def assemble(
     config: Any,
     layout: Layout,
     tensors: Mapping[str, Tensor],
-    blocks: Sequence[Ordinary],
+    blocks: Sequence[OrdinaryBlock],
     buffers: Mapping[str, Tensor],
 ) -> Any:
     """The stock model of the config with these tensors and blocks, sharing their memory.
@@ -153,7 +153,7 @@ def owners(model: nn.Module, kind: str) -> list[tuple[Any, str, str]]:
     ]
 
 
-def stored_block(layout: Layout, ffn: Ordinary) -> dict[str, Tensor]:
+def stored_block(layout: Layout, ffn: OrdinaryBlock) -> dict[str, Tensor]:
     """A block's tensors by their names in the layer."""
     stored: dict[str, Tensor] = {}
     roles = [("outer", ffn.outer, ffn.bias), ("inner", ffn.inner, ffn.inner_bias)]

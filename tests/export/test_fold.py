@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.activations import ACT2FN
 
-from compressor.export.fold import GATE, fold, neurons_needed, ordinary, splits
+from compressor.export.fold import GATE, as_ordinary, fold, neurons_needed, splits
 from compressor.modeling_compressor import Replacement
 from compressor.models.neurons import ACTIVATIONS
 from compressor.runtime.errors import InputError
@@ -119,4 +119,4 @@ def test_a_block_that_was_not_replaced_stays_what_it_is() -> None:
     assert neurons is not None
     x = torch.randn(9, 32)
     with torch.no_grad():
-        torch.testing.assert_close(ordinary(neurons)(x), run_block(model, block, x))
+        torch.testing.assert_close(as_ordinary(neurons)(x), run_block(model, block, x))

@@ -19,7 +19,7 @@ from tinygguf import make_llama, write_gguf
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from compressor.export.gguf_tokenizer import BYTES, CUTS, SPACE, Cut, add_vocabulary
+from compressor.export.gguf_tokenizer import BYTES, PRE_TOKENIZERS, SPACE, PreTokenizer, add_vocabulary
 from compressor.export.llamacpp import Runner, Settings
 from compressor.runtime.errors import InputError
 
@@ -61,7 +61,7 @@ WORDS = st.lists(st.sampled_from([*NASTY, *SPECIAL, OWN]) | LETTERS, max_size=25
 PLAIN = st.text(st.characters(max_codepoint=127), max_size=30)
 QUICK = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 INEXACT = ("tekken", "gpt-4o")  # beyond ASCII, and told so
-IDS = {name: (cut, whole) for cut in CUTS for whole, name in cut.names.items()}
+IDS = {name: (cut, whole) for cut in PRE_TOKENIZERS for whole, name in cut.names.items()}
 
 
 @cache
@@ -80,7 +80,7 @@ def learn() -> dict[str, Any]:
     return data
 
 
-def make_words(cut: Cut, whole: bool = False, *words: str, **more: Any) -> PreTrainedTokenizerFast:
+def make_words(cut: PreTokenizer, whole: bool = False, *words: str, **more: Any) -> PreTrainedTokenizerFast:
     """The learnt tokenizer, with that way to cut words, and these words as tokens that no merge makes."""
     model = learn()["model"]
     vocab = model["vocab"] | {word: len(model["vocab"]) + i for i, word in enumerate(words)}
@@ -185,7 +185,7 @@ def test_llama_cpp_makes_the_same_tokens(case: tuple[PreTrainedTokenizerFast, Ru
 
 
 def test_where_llama_cpp_differs_it_is_said(tmp_path: Path) -> None:
-    composed = make_words(CUTS[0])
+    composed = make_words(PRE_TOKENIZERS[0])
     composed.backend_tokenizer.normalizer = normalizers.NFC()
     assert write(tmp_path / "nfc.gguf", composed) == ["llama.cpp does not put text into Unicode's NFC form"]
     first = make_pieces(None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False))
@@ -211,7 +211,7 @@ def test_a_word_that_no_merge_makes(tmp_path: Path) -> None:
 
 
 def test_a_space_before_a_text_is_told(tmp_path: Path) -> None:
-    tokenizer = make_words(CUTS[0])
+    tokenizer = make_words(PRE_TOKENIZERS[0])
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     (note,) = write(tmp_path / "space.gguf", tokenizer)
     assert "puts no space before a text" in note
@@ -221,7 +221,7 @@ def test_a_space_before_a_text_is_told(tmp_path: Path) -> None:
 
 
 def test_rows_without_a_token_are_filled_up(tmp_path: Path) -> None:
-    tokenizer = make_words(CUTS[0], False, f"[PAD{ROWS - 1}]")
+    tokenizer = make_words(PRE_TOKENIZERS[0], False, f"[PAD{ROWS - 1}]")
     write(tmp_path / "rows.gguf", tokenizer)
     tokens, types = read(tmp_path / "rows.gguf", "ggml.tokens"), read(tmp_path / "rows.gguf", "ggml.token_type")
     assert len(tokens) == len(types) == len(set(tokens)) == ROWS
@@ -249,7 +249,7 @@ def test_types_of_pieces(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("template", "begins", "ends"), [("<s> $A </s>", 1, 1), ("$A", 0, 0), ("$A </s>", 0, 1)])
 def test_what_is_put_around_a_text(tmp_path: Path, template: str, begins: int, ends: int) -> None:
     """As the tokenizer does it, whatever it calls its tokens."""
-    tokenizer = make_words(CUTS[0])
+    tokenizer = make_words(PRE_TOKENIZERS[0])
     special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
     write(tmp_path / "around.gguf", tokenizer)
@@ -261,7 +261,7 @@ def test_what_is_put_around_a_text(tmp_path: Path, template: str, begins: int, e
 
 
 def test_the_tokens_that_end_a_text(tmp_path: Path) -> None:
-    tokenizer = make_words(CUTS[0])
+    tokenizer = make_words(PRE_TOKENIZERS[0])
     end, other = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end|>")
     write(tmp_path / "ends.gguf", tokenizer, generation_config=SimpleNamespace(eos_token_id=[other, end]))
     assert read(tmp_path / "ends.gguf", "ggml.eos_token_id") == end
@@ -276,7 +276,7 @@ def test_the_tokens_that_end_a_text(tmp_path: Path) -> None:
 
 
 def test_chat_templates(tmp_path: Path) -> None:
-    tokenizer = make_words(CUTS[0])
+    tokenizer = make_words(PRE_TOKENIZERS[0])
     one = "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}</s>{% endfor %}{{ '<|assistant|>' }}"
     messages = [{"role": "user", "content": "Hi  there"}]
     for template in (one, {"default": one, "tools": "{{ messages[0].content }}"}):
@@ -290,7 +290,7 @@ def test_chat_templates(tmp_path: Path) -> None:
 
 
 def change(part: str, value: Any) -> PreTrainedTokenizerFast:
-    tokenizer = make_words(CUTS[0])
+    tokenizer = make_words(PRE_TOKENIZERS[0])
     setattr(tokenizer.backend_tokenizer, part, value)
     return tokenizer
 
@@ -349,6 +349,6 @@ def test_bytes_without_a_token_are_told(tmp_path: Path) -> None:
 
 
 def test_tokens_that_take_the_spaces_around_them_are_told(tmp_path: Path) -> None:
-    tokenizer = make_words(CUTS[0])
+    tokenizer = make_words(PRE_TOKENIZERS[0])
     tokenizer.backend_tokenizer.add_tokens([AddedToken("<mask>", lstrip=True)])
     assert write(tmp_path / "mask.gguf", tokenizer) == ["llama.cpp keeps the spaces around <mask>"]
