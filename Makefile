@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test browser clean
+.PHONY: demo test browser docs clean
 
 demo: .venv/installed
 	$(BIN)/compress demo --max-dppl 1.0 --out ./demo-lin --overwrite
@@ -18,6 +18,10 @@ test: .venv/installed-test
 browser:
 	command -v chromium || command -v google-chrome || { apt-get update -qq && apt-get install -qq -y chromium; }
 
+# The site of docs/ in site/; a broken link fails.
+docs: .venv/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(INSTALL) torch
@@ -28,5 +32,9 @@ browser:
 	$(INSTALL) -e '.[test]'
 	touch $@
 
+.venv/installed-docs: .venv/installed
+	$(INSTALL) -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf .venv demo-lin
+	rm -rf .venv demo-lin site
