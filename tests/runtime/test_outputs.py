@@ -46,8 +46,8 @@ with directories.reserved(target, True, None, {RECORD!r}, print):
 COUNT = """
 import sys
 from pathlib import Path
-from compressor.errors import InputError
-from compressor.locking import locked
+from compressor.runtime.errors import InputError
+from compressor.runtime.locks import locked
 target, counter = Path(sys.argv[1]), Path(sys.argv[2])
 done = 0
 while done < 200:
@@ -228,7 +228,7 @@ def test_a_file_system_without_locks_costs_a_warning(tmp_path: Path, monkeypatch
 def abandoned(tmp_path: Path) -> Iterator[Callable[[], Path]]:
     """A held directory whose owner was killed."""
     code = (
-        "import sys, time; from pathlib import Path; from compressor.locking import held_directory\n"
+        "import sys, time; from pathlib import Path; from compressor.runtime.locks import held_directory\n"
         "with held_directory(Path(sys.argv[1]), '.partial-') as folder:\n"
         "    (folder / 'half').touch(); print(folder, flush=True); time.sleep(60)"
     )
