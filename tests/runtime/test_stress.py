@@ -97,17 +97,6 @@ def test_one_token_over_and_over(compress: Compress, models: Path, tmp_path: Pat
             assert block[name] is None or math.isfinite(block[name])
 
 
-def test_windows_of_two_tokens(compress: Compress, models: Path, corpus: Path, tmp_path: Path) -> None:
-    """The shortest: of one token nothing can be predicted, and it is refused."""
-    words = [models / "llama", "--text", corpus, "--max-dppl", "5%", "--out", tmp_path / "out"]
-    sizes = ["--calib-tokens", "2000", "--select-tokens", "500", "--verify-tokens", "1000"]
-    done = compress(*words, "--seq-len", "2", *sizes)
-    assert done.code in (0, 1), done.err
-    refused = compress(*words, "--seq-len", "1", *sizes)
-    assert (refused.code, len(refused.errors)) == (2, 1)
-    assert "seq" in refused.err
-
-
 def test_a_block_that_gives_nothing_but_its_bias_has_a_finite_map() -> None:
     class Constant(LinearFFN):
         def forward(self, hidden_states: Tensor) -> Tensor:
