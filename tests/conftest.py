@@ -17,6 +17,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 import pytest
 import torch
+from preloaded import Server
 from zoo import TEXT, save_tiny
 
 from compressor.cli import app as cli
@@ -110,6 +111,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in ("gpt2", "llama", "mixtral", "bert", "t5"):
         save_tiny(family, root / family)
     return root
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """Starts processes that have imported everything; see preloaded.py."""
+    found = Server(Path(__file__).parents[1])
+    yield found
+    found.close()
 
 
 def sentences(count: int, seed: int = 0) -> str:

@@ -112,6 +112,9 @@ ROWS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
 }
 FAMILIES = list(ROWS)
+# One of each kind: residual inside or outside the block, gated or not, with and without biases, parallel attention,
+# norms behind the block, tied embeddings. For tests in which the family matters little and the time much.
+REPRESENTATIVE = ["gpt2", "llama", "opt", "bloom", "falcon", "phi3", "gemma2", "gpt_neox"]
 
 # More of Llama's type, and what a Llama may have besides: for the exports alone.
 GRANITE = {

@@ -11,7 +11,7 @@ import torch
 from planted import random_text
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from zoo import FAMILIES, TEXT, VOCAB, compressed, tiny_model, tiny_tokenizer
+from zoo import REPRESENTATIVE, TEXT, VOCAB, compressed, tiny_model, tiny_tokenizer
 
 from compressor.evaluate.breakdown import Hurt
 from compressor.evaluate.evaluator import Assessment
@@ -76,7 +76,7 @@ def talkative(family: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_every_family_continues_as_without_a_cache(family: str) -> None:
     """Prompts of different lengths, two of the same; and the model agrees with what it wrote itself."""
     model, prompts = talkative(family), prompts_of(5, 2, 5)

@@ -597,11 +597,13 @@ def test_the_block_that_breaks_a_task_goes_back(
     blocks: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    arguments = [*gated(*blocks), *options, "--max-dppl", "1%", "--json"]
+    # The model is random: 62 windows give its perplexity an interval of two percent, which the budget must hold.
+    arguments = [*gated(*blocks), *options, "--max-dppl", "5%", "--objective", "size", "--json"]
     careless = compress(*arguments, "--out", tmp_path / "careless")
     assert careless.code == 0, careless.err
     record = json.loads(careless.out)
-    assert kept_blocks(record) == []  # the text sees no harm in any of them
+    assert kept_blocks(record) == []
+    assert record["perplexity"]["delta"] < 0.01 * record["perplexity"]["baseline"]  # the text sees no harm in it
     assert (record["tasks"]["digits"]["source"], record["tasks"]["digits"]["compressed"]) == (1.0, 0.0)
     looks = record["verification_looks"]
 

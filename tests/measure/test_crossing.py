@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from planted import LinearFFN, WildFFN, planted_model, random_text
-from zoo import FAMILIES, tiny_model
+from zoo import REPRESENTATIVE, tiny_model
 
 from compressor.measure.probes import cross, moments_of, refuse_widths, whitener
 from compressor.measure.profile import measure
 from compressor.runtime.errors import InputError
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_a_model_crossed_with_itself_is_itself(family: str) -> None:
     model, text = tiny_model(family), random_text()
     profile = measure(model, text)

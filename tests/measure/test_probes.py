@@ -6,7 +6,7 @@ import pytest
 import torch
 from planted import random_text
 from torch import Tensor
-from zoo import FAMILIES, tiny_model
+from zoo import REPRESENTATIVE, tiny_model
 
 from compressor.measure import probes as probing
 from compressor.measure.probes import Sample, draw_windows, probe_bilinear, probe_trained, sample_rows
@@ -104,7 +104,7 @@ def test_the_same_seed_trains_the_same_map() -> None:
     assert probe_trained(sample, steps=50, seed=3) != probe_trained(sample, steps=50, seed=4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_the_sampled_rows_are_those_of_the_profile(family: str) -> None:
     model, text = tiny_model(family), random_text()
     profile = measure(model, text)

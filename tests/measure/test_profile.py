@@ -6,7 +6,7 @@ import pytest
 import torch
 from planted import SEQ_LEN, LinearFFN, WildFFN, planted_model, random_text
 from torch import Tensor
-from zoo import FAMILIES, tiny_model
+from zoo import REPRESENTATIVE, tiny_model
 
 from compressor.measure.profile import measure, stream_weights
 from compressor.models.blocks import Block, Rows, body, find_blocks, watch
@@ -42,7 +42,7 @@ def reference(fit: tuple[Tensor, ...], held: tuple[Tensor, ...], weighted: bool)
     return 1 - ((hw * error.square()).sum() / (hw * centred.square()).sum()).item()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_r2_agrees_with_lstsq_on_the_raw_rows(family: str) -> None:
     model, text = tiny_model(family), random_text()
     profile = measure(model, text, batch_size=5)

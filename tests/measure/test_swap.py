@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from planted import LinearFFN, WildFFN, planted_model, random_text
-from zoo import FAMILIES, tiny_model
+from zoo import REPRESENTATIVE, tiny_model
 
 from compressor.evaluate.perplexity import compare, evaluate
 from compressor.measure.profile import measure
@@ -18,7 +18,7 @@ from compressor.runtime.cache import Cache
 from compressor.runtime.progress import Progress
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_the_shortcut_equals_a_whole_evaluation_with_the_block_replaced(family: str) -> None:
     model, text = tiny_model(family), random_text()
     profile = measure(model, text)

@@ -13,7 +13,19 @@ import torch
 from accelerate import dispatch_model
 from conftest import Compress
 from planted import random_text
-from zoo import FAMILIES, FORMS, Form, logits, random_replacement, save_tiny, stored, tiny_model, tiny_tokenizer, tokens
+from zoo import (
+    FAMILIES,
+    FORMS,
+    REPRESENTATIVE,
+    Form,
+    logits,
+    random_replacement,
+    save_tiny,
+    stored,
+    tiny_model,
+    tiny_tokenizer,
+    tokens,
+)
 
 from compressor.evaluate.perplexity import evaluate
 from compressor.measure.profile import measure
@@ -67,7 +79,7 @@ def in_memory(model: Any) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.device.type != "meta"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_every_stage_gives_the_same_numbers(family: str, both: Both) -> None:
     text = random_text()
     found = [stages(model, text) for model in both(family)]
@@ -75,7 +87,7 @@ def test_every_stage_gives_the_same_numbers(family: str, both: Both) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "falcon", "opt", "bloom"])
+@pytest.mark.parametrize("family", ["llama", "falcon", "opt", "bloom"])
 def test_a_model_that_accelerate_has_placed_gives_the_same_numbers(family: str) -> None:
     """Every layer behind accelerate's hooks, as on several GPUs."""
     text = random_text()
@@ -124,8 +136,9 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_read(
     assert logits(load_model(str(tmp_path), low_memory=True)[0]).isfinite().all()
 
 
-@pytest.mark.parametrize("shard", ["5GB", "20KB"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "shard"), [*((family, "20KB") for family in FAMILIES), *((family, "5GB") for family in REPRESENTATIVE)]
+)
 def test_what_is_written_is_the_same_file_for_file(family: str, shard: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
     tiny_model(family).to(torch.float16).save_pretrained(source)

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,6 +19,7 @@ from typing import Any
 
 import pytest
 from conftest import Compress, Outcome
+from preloaded import Process, Server
 from safetensors.torch import load_file
 
 from compressor.evaluate import evaluator as assessing
@@ -28,11 +27,10 @@ from compressor.models.load import load_model
 from compressor.plan import fit as fitting
 from compressor.plan import trials
 
-ROOT = Path(__file__).parents[2]
 # By size, for the clock decides what is quick, and two runs are to come to the same plan.
 BUDGET = ["--max-dppl", "0.2%", "--objective", "size", "--generate", "6"]
 
-Launch = Callable[..., "subprocess.Popen[str]"]
+Launch = Callable[..., Process]
 
 
 def sha256(directory: Path) -> dict[str, str]:
@@ -71,20 +69,13 @@ def whole(compress: Compress, command: list[str], tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture
-def launch(command: list[str]) -> Iterator[Launch]:
+def launch(server: Server, command: list[str]) -> Iterator[Launch]:
     """The command in a process of its own."""
-    running: list[subprocess.Popen[str]] = []
+    running: list[Process] = []
 
-    def start(*arguments: str | Path) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "compressor", *command, *map(str, arguments)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        running.append(process)
-        return process
+    def start(*arguments: str | Path) -> Process:
+        running.append(server.start(*command, *arguments))
+        return running[-1]
 
     yield start
     for process in running:
@@ -92,7 +83,7 @@ def launch(command: list[str]) -> Iterator[Launch]:
         process.communicate()
 
 
-def wait_for(happened: Callable[[], Any], process: subprocess.Popen[str]) -> None:
+def wait_for(happened: Callable[[], Any], process: Process) -> None:
     until = time.monotonic() + 120
     while not happened():
         assert process.poll() is None, process.communicate()
@@ -275,7 +266,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_fills_up(launch: Launch, whole: Path, small_disk: Path, tmp_path: Path) -> None:
     """There is room when it starts; then another process takes it."""
     process = launch("--cache", whole.parent / "cache", "--out", small_disk / "out")
-    assert process.stderr is not None
     line = next(line for line in process.stderr if line.startswith("the result: about 10 MB on disk"))
     assert "can be had" in line
     with (small_disk / "filler").open("wb", buffering=0) as filler, suppress(OSError):

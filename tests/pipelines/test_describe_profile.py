@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from planted import LinearFFN, WildFFN, planted_model, random_text
-from zoo import FAMILIES, WIDTH, tiny_model
+from zoo import REPRESENTATIVE, WIDTH, tiny_model
 
 from compressor.evaluate.perplexity import Evaluation
 from compressor.measure.gradients import Damage
@@ -23,7 +23,7 @@ from compressor.runtime.cache import Cache
 from compressor.runtime.progress import Progress
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_every_step_of_the_ladder_is_the_best_map_of_its_rank(family: str) -> None:
     """Against the definition: the best rank-r approximation of the fitted outputs, on raw rows in float64."""
     model, text = tiny_model(family), random_text()

@@ -121,7 +121,7 @@ def test_a_plan_that_verification_refused_does_not_come_back() -> None:
     found = planner.search()
     while True:
         try:
-            smaller = planner.search(ceiling=0.95 * found.predicted)
+            smaller = planner.search(ceiling=0.8 * found.predicted)
         except BudgetError:
             break
         assert smaller.predicted < found.predicted

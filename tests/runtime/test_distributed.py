@@ -9,14 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import sentences
+from conftest import Compress, sentences
 from planted import random_text
+from preloaded import Process, Server
 from zoo import stored, tiny_model, tiny_tokenizer
 
 from compressor.pipelines.job import Setting, advise_batches
@@ -28,33 +29,35 @@ JOB = ["--max-dppl", "0.5%", "--objective", "size", *OPTIONS]
 TIMEOUT = 240  # seconds: a hang, not a slow machine
 
 
-def environment(cache: Path, **more: str) -> dict[str, str]:
+Start = Callable[..., list[Process]]
+
+
+def run(launcher: list[str], command: list[Any], cache: Path) -> subprocess.CompletedProcess[str]:
+    """The command under a launcher, each of its processes started afresh."""
+    words = [sys.executable, *launcher, "-m", "compressor", *map(str, command)]
     own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COMPRESSOR_CACHE": str(cache), "CUDA_VISIBLE_DEVICES": ""}
-    return {**os.environ, **own, **more}
+    env = {**os.environ, **own}
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False)
 
 
-def run(command: list[Any], cache: Path) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, *map(str, command)]
-    return subprocess.run(words, env=environment(cache), capture_output=True, text=True, timeout=TIMEOUT, check=False)
-
-
-def start(command: list[Any], cache: Path, count: int = 2) -> list[subprocess.Popen[str]]:
+@pytest.fixture
+def start(server: Server) -> Iterator[Start]:
     """The processes of one run, as a launcher that does not look after them would start them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
-    words = [sys.executable, "-m", "compressor", *map(str, command)]
-    return [
-        subprocess.Popen(
-            words,
-            env=environment(cache, **meeting, RANK=str(rank), LOCAL_RANK=str(rank)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
+    running: list[Process] = []
+
+    def start_all(command: list[Any], cache: Path, count: int = 2) -> list[Process]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+        own = {**meeting, "COMPRESSOR_CACHE": str(cache), "CUDA_VISIBLE_DEVICES": ""}
+        started = [server.start(*command, **own, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)]
+        running.extend(started)
+        return started
+
+    yield start_all
+    for process in running:
+        process.kill()
 
 
 def errors(*texts: str) -> list[str]:
@@ -62,13 +65,14 @@ def errors(*texts: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(compress: Compress, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, a text, and what one process made of them."""
     root = tmp_path_factory.mktemp("ranks")
     tiny_model("llama").to(torch.bfloat16).save_pretrained(root / "llama")  # a dtype that gloo may not know
     tiny_tokenizer().save_pretrained(root / "llama")
     (root / "corpus.txt").write_text(sentences(4000), encoding="utf-8")
-    done = run(["-m", "compressor", root / "llama", *job(root, "one")], root / "cache-one")
-    assert done.returncode == 0, done.stderr
+    done = compress(root / "llama", *job(root, "one"), "--cache", root / "cache-one")
+    assert done.code == 0, done.err
     return root
 
 
@@ -76,42 +80,32 @@ def job(root: Path, out: str) -> list[Any]:
     return [*JOB, "--text", root / "corpus.txt", "--out", root / out]
 
 
-LAUNCHERS: dict[str, Callable[[], list[str]]] = {
-    "torchrun": lambda: ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "compressor"],
-    "accelerate": lambda: [
-        *["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"],
-        *["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "compressor"],
-    ],
-}
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_two_processes_write_what_one_writes(launcher: str, place: Path) -> None:
-    cache = place / f"cache-{launcher}"
-    done = run([*LAUNCHERS[launcher](), place / "llama", *job(place, launcher)], cache)
+def test_two_processes_of_torchrun_write_what_one_writes(place: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = run(launcher, [place / "llama", *job(place, "two")], place / "cache-two")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("written to") == 1
-    one, two = (json.loads((place / name / "compression.json").read_text()) for name in ("one", launcher))
+    one, two = (json.loads((place / name / "compression.json").read_text()) for name in ("one", "two"))
     assert [block["replacement"] for block in two["blocks"]] == [block["replacement"] for block in one["blocks"]]
     for a, b in zip(one["blocks"], two["blocks"], strict=True):
         assert b["r2_lin"] == pytest.approx(a["r2_lin"], rel=1e-9)
     assert two["perplexity"]["compressed"] == pytest.approx(one["perplexity"]["compressed"], rel=1e-6)
-    ours, theirs = stored(place / launcher), stored(place / "one")
+    ours, theirs = stored(place / "two"), stored(place / "one")
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-2, atol=1e-3)  # a unit in the last place
     assert not list(place.glob(".*"))
 
 
-def test_a_profile_with_probes_and_a_swap(place: Path) -> None:
+def test_three_processes_of_accelerate_profile_with_probes_and_a_swap(compress: Compress, place: Path) -> None:
     """Everything that gathers rows, with more processes than there are batches of some texts."""
+    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "3", "--num_machines", "1"]
+    launcher += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     words = [place / "llama", *OPTIONS, "--text", place / "corpus.txt", "--probe", "bilinear", "--swap-tokens", "64"]
-    one = run(["-m", "compressor", "profile", *words, "--json"], place / "cache-profile")
-    processes = start(["profile", *words, "--json"], place / "cache-profiles", count=3)
-    results = [process.communicate(timeout=TIMEOUT) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], results[0][1]
-    assert [bool(out) for out, _ in results] == [True, False, False]
-    first, second = json.loads(one.stdout), json.loads(results[0][0])
+    one = compress("profile", *words, "--json", "--cache", place / "cache-profile")
+    three = run(launcher, ["profile", *words, "--json"], place / "cache-profiles")
+    assert three.returncode == 0, three.stderr[-2000:]
+    first, second = json.loads(one.out), json.loads(three.stdout)  # only one of the three spoke
     for a, b in zip(first["blocks"], second["blocks"], strict=True):
         for name in ("r2_lin", "r2_stream", "r2_median", "effective_rank", "top_row_share"):
             assert b[name] == pytest.approx(a[name], rel=1e-9), name
@@ -119,7 +113,7 @@ def test_a_profile_with_probes_and_a_swap(place: Path) -> None:
         assert b["verdict"] == a["verdict"]
 
 
-def test_a_gate_that_fails_still_shows_its_table(place: Path) -> None:
+def test_a_gate_that_fails_still_shows_its_table(start: Start, place: Path) -> None:
     """Exit 1 of several processes leaves at once, and must not lose what was said."""
     processes = start(["check", place / "one", "--max-dppl", "0.000001"], place / "cache-one")
     results = [process.communicate(timeout=TIMEOUT) for process in processes]
@@ -140,7 +134,7 @@ def test_too_few_batches_for_the_processes_are_told(
     ]
 
 
-def test_bad_input_is_one_line_for_all(place: Path) -> None:
+def test_bad_input_is_one_line_for_all(start: Start, place: Path) -> None:
     processes = start([place / "nowhere", *job(place, "bad")], place / "cache-bad")
     results = [process.communicate(timeout=TIMEOUT) for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
@@ -148,7 +142,9 @@ def test_bad_input_is_one_line_for_all(place: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_dies_ends_the_other_with_one_line(victim: int, place: Path) -> None:
+def test_a_process_that_dies_ends_the_other_with_one_line(
+    victim: int, start: Start, compress: Compress, place: Path
+) -> None:
     cache = place / f"cache-victim-{victim}"
     processes = start([place / "llama", *job(place, f"victim-{victim}")], cache)
     deadline = time.monotonic() + TIMEOUT
@@ -162,6 +158,6 @@ def test_a_process_that_dies_ends_the_other_with_one_line(victim: int, place: Pa
     assert len(errors(err)) == 1
     assert "another process of this run has ended" in err
     assert not (place / f"victim-{victim}").exists()
-    again = run(["-m", "compressor", place / "llama", *job(place, f"victim-{victim}")], cache)
-    assert again.returncode == 0, again.stderr
+    again = compress(place / "llama", *job(place, f"victim-{victim}"), "--cache", cache)
+    assert again.code == 0, again.err
     assert (place / f"victim-{victim}/model.safetensors").read_bytes() == (place / "one/model.safetensors").read_bytes()

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from conftest import Compress
+from preloaded import Process, Server
 
 from compressor.runtime.interrupts import WRITTEN, handle_interrupts
 
-ROOT = Path(__file__).parents[2]
 LINE = "error: interrupted; nothing was written"
 ONWARDS = "; the same command goes on where it stopped"
 
@@ -57,19 +57,18 @@ run()
 """
 
 
-def launch(how: str, out: Path, *options: str, **settings: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", LONG, "demo", "--max-dppl", "1", "--out", str(out), *options, how]
-    settings.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # pytest-xdist ignores it
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COMPRESSOR_CACHE": str(out.parent / "cache")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **settings,  # type: ignore[call-overload]
-    )
-    assert process.stdout.readline() == "ready\n"
-    return process  # type: ignore[no-any-return]
+Launch = Callable[..., Process]
+
+
+@pytest.fixture
+def launch(server: Server, tmp_path: Path) -> Launch:
+    def start(how: str, *options: str, ignore: Sequence[int] = ()) -> Process:
+        words = ["demo", "--max-dppl", "1", "--out", str(tmp_path / "out"), *options, how]
+        process = server.start(*words, code=LONG, ignore=ignore, COMPRESSOR_CACHE=str(tmp_path / "cache"))
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    return start
 
 
 @pytest.mark.parametrize(
@@ -81,9 +80,9 @@ def launch(how: str, out: Path, *options: str, **settings: object) -> subprocess
     ],
 )
 def test_a_signal_ends_it_with_one_line(
-    tmp_path: Path, how: str, number: signal.Signals, options: list[str], line: str
+    launch: Launch, tmp_path: Path, how: str, number: signal.Signals, options: list[str], line: str
 ) -> None:
-    process = launch(how, tmp_path / "out", *options)
+    process = launch(how, *options)
     time.sleep(0.5)  # the call is under way
     began = time.monotonic()
     process.send_signal(number)
@@ -94,9 +93,9 @@ def test_a_signal_ends_it_with_one_line(
     assert [path.name for path in tmp_path.iterdir()] in ([], ["cache"])
 
 
-def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path: Path) -> None:
+def test_a_signal_that_the_caller_ignores_stays_ignored(launch: Launch) -> None:
     """A job in the background of a script, or under nohup."""
-    process = launch("in_python", tmp_path / "out", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    process = launch("in_python", ignore=[signal.SIGINT])
     process.send_signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=2)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from preloaded import Server
 
 from compressor.runtime import locks
 from compressor.runtime import outputs as directories
@@ -20,7 +19,6 @@ from compressor.runtime.errors import InputError
 from compressor.runtime.locks import locked, owned_directory, remove_abandoned
 from compressor.runtime.outputs import clear_leftovers, reserved, whole_directory
 
-ROOT = Path(__file__).parents[2]
 RECORD = "record.json"
 FILES = 20
 
@@ -60,16 +58,6 @@ while done < 200:
 """
 
 
-def launch(code: str, *arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
 def versions(directory: Path) -> set[str]:
     files = sorted(path.name for path in directory.iterdir())
     assert files == sorted([*(f"part{number}" for number in range(FILES)), RECORD])
@@ -77,12 +65,11 @@ def versions(directory: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("how", ["exchange", "two renames"])
-def test_a_kill_at_any_moment_leaves_one_whole_version(tmp_path: Path, how: str) -> None:
+def test_a_kill_at_any_moment_leaves_one_whole_version(server: Server, tmp_path: Path, how: str) -> None:
     rng = random.Random(0)
     target = tmp_path / "out"
     for _ in range(6):
-        process = launch(REPLACE, target, how)
-        assert process.stdout is not None
+        process = server.start(target, how, code=REPLACE)
         assert process.stdout.readline() == "begun\n"
         time.sleep(rng.uniform(0, 0.1))
         process.send_signal(signal.SIGKILL)
@@ -198,11 +185,11 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "mine"
 
 
-def test_only_one_has_the_lock(tmp_path: Path) -> None:
+def test_only_one_has_the_lock(server: Server, tmp_path: Path) -> None:
     """Four processes take it in turns, and each takes the file away when it is done."""
     counter = tmp_path / "counter"
     counter.write_text("0")
-    processes = [launch(COUNT, tmp_path / "out", counter) for _ in range(4)]
+    processes = [server.start(tmp_path / "out", counter, code=COUNT) for _ in range(4)]
     assert [process.wait(timeout=60) for process in processes] == [0] * 4
     assert counter.read_text() == "800"
     assert [path.name for path in tmp_path.iterdir()] == ["counter"]
@@ -225,15 +212,14 @@ def test_a_file_system_without_locks_costs_a_warning(tmp_path: Path, monkeypatch
 
 
 @pytest.fixture
-def abandoned(tmp_path: Path) -> Iterator[Callable[[], Path]]:
+def abandoned(server: Server, tmp_path: Path) -> Iterator[Callable[[], Path]]:
     """A held directory whose owner was killed."""
     code = (
         "import sys, time; from pathlib import Path; from compressor.runtime.locks import owned_directory\n"
         "with owned_directory(Path(sys.argv[1]), '.partial-') as folder:\n"
         "    (folder / 'half').touch(); print(folder, flush=True); time.sleep(60)"
     )
-    process = launch(code, tmp_path)
-    assert process.stdout is not None
+    process = server.start(tmp_path, code=code)
     folder = Path(process.stdout.readline().strip())
 
     def kill() -> Path:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import SMALL, Compress
 from planted import LinearFFN, WildFFN, planted_model, random_text
+from preloaded import Server
 from torch import Tensor, nn
 from zoo import save_tiny, tiny_model, tiny_tokenizer
 
@@ -98,17 +97,6 @@ def test_one_token_over_and_over(compress: Compress, models: Path, tmp_path: Pat
             assert block[name] is None or math.isfinite(block[name])
 
 
-def test_windows_of_two_tokens(compress: Compress, models: Path, corpus: Path, tmp_path: Path) -> None:
-    """The shortest: of one token nothing can be predicted, and it is refused."""
-    words = [models / "llama", "--text", corpus, "--max-dppl", "5%", "--out", tmp_path / "out"]
-    sizes = ["--calib-tokens", "2000", "--select-tokens", "500", "--verify-tokens", "1000"]
-    done = compress(*words, "--seq-len", "2", *sizes)
-    assert done.code in (0, 1), done.err
-    refused = compress(*words, "--seq-len", "1", *sizes)
-    assert (refused.code, len(refused.errors)) == (2, 1)
-    assert "seq" in refused.err
-
-
 def test_a_block_that_gives_nothing_but_its_bias_has_a_finite_map() -> None:
     class Constant(LinearFFN):
         def forward(self, hidden_states: Tensor) -> Tensor:
@@ -120,16 +108,14 @@ def test_a_block_that_gives_nothing_but_its_bias_has_a_finite_map() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="tried in a child process")
-def test_a_processor_that_stops_is_noticed(tmp_path: Path) -> None:
+def test_a_processor_that_stops_is_noticed(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this machine's bfloat16 does: a result or one line, never a process that just ends."""
     save_tiny("gpt2", tmp_path / "model")
     (tmp_path / "text.txt").write_text("Call me Ishmael. " * 4000)
     words = ["profile", tmp_path / "model", "--text", tmp_path / "text.txt", *SMALL, "--no-swap", "--json"]
-    root = str(Path(__file__).parents[2])
-    own = {"PYTHONPATH": root, "COMPRESSOR_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    environment = {**{k: v for k, v in os.environ.items() if k != "ONEDNN_MAX_CPU_ISA"}, **own}
-    command = [sys.executable, "-m", "compressor", *map(str, words), "--dtype", "bfloat16"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode in (0, 2), done.returncode
-    if done.returncode == 2:
-        assert "processor stops at its first bfloat16 product; use --dtype float32" in done.stderr
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    process = server.start(*words, "--dtype", "bfloat16", COMPRESSOR_CACHE=str(tmp_path / "cache"))
+    _, err = process.communicate(timeout=240)
+    assert process.returncode in (0, 2), process.returncode
+    if process.returncode == 2:
+        assert "processor stops at its first bfloat16 product; use --dtype float32" in err
