@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 import compressor
+from compressor.runtime.context import RunContext
 from compressor.text import Text, batches
 
 REPEATS = 3
@@ -55,14 +56,14 @@ def main() -> None:
     model, tokenizer = compressor.load(args.model)
     text = open_text(args, tokenizer, args.tokens)
     if args.memory_only:
-        compressor.measure(model, text, batch_size=BATCH)
+        compressor.measure(model, text, RunContext(batch_size=BATCH))
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
         return
     plain_forward(model, text)  # warm up
     forward, measured = [], []
     for _ in range(REPEATS):
         forward.append(seconds(lambda: plain_forward(model, text)))
-        measured.append(seconds(lambda: compressor.measure(model, text, batch_size=BATCH)))
+        measured.append(seconds(lambda: compressor.measure(model, text, RunContext(batch_size=BATCH))))
     ratio = statistics.median(measured) / statistics.median(forward)
     print(f"tokens {text.calibration.tokens}, windows of {args.seq_len}, {REPEATS} interleaved runs, medians")
     print(f"plain forward {statistics.median(forward):.1f} s, measuring {statistics.median(measured):.1f} s")

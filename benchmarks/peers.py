@@ -38,9 +38,9 @@ from compressor.measure.profile import measure
 from compressor.models.blocks import Block, find_blocks
 from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import patch
-from compressor.plan.search import Planner
-from compressor.plan.trials import Bench
+from compressor.plan.search import Planner, make_planner, prepare_search
 from compressor.runtime.cache import Cache
+from compressor.runtime.context import RunContext
 from compressor.runtime.names import UNNAMED
 from compressor.runtime.progress import Progress
 from compressor.text import Split, Text
@@ -158,13 +158,13 @@ def drop_layers(model: Any, blocks: list[Block], dropped: Sequence[int]) -> Any:
 
 
 def shortgpt(model: Any, blocks: list[Block], windows: Tensor, step: float) -> Any:
-    """Drop the `step` layers of the least Block Influence: 1 − mean cosine of a layer's input and output."""
+    """TaskChange the `step` layers of the least Block Influence: 1 − mean cosine of a layer's input and output."""
     influence = 1 - similarities(model, tuple(block.layer_path for block in blocks), windows).diagonal(1)
     return drop_layers(model, blocks, influence.argsort()[: int(step)].tolist())
 
 
 def replaceme(model: Any, blocks: list[Block], windows: Tensor, step: float) -> Any:
-    """Drop the `step` layers after layer i, whose FFN output is mapped by least squares to make up for them.
+    """TaskChange the `step` layers after layer i, whose FFN output is mapped by least squares to make up for them.
 
     i has the least cosine distance between the hidden states after it and after the span. To be generous to the peer,
     the best on calibration text of the three best-ranked i is taken.
@@ -179,7 +179,7 @@ def replaceme(model: Any, blocks: list[Block], windows: Tensor, step: float) -> 
     transforms = span_maps(model, blocks, windows, cuts, length)
     candidates = (merge_span(model, blocks, cut, length, transforms[cut]) for cut in cuts)
     sample = windows[:: max(1, windows.numel() // CUT_TOKENS)]
-    return min(candidates, key=lambda changed: evaluate(changed, sample, batch_size=BATCH).perplexity)
+    return min(candidates, key=lambda changed: evaluate(changed, sample, RunContext(batch_size=BATCH)).perplexity)
 
 
 def span_maps(model: Any, blocks: list[Block], windows: Tensor, cuts: list[int], length: int) -> dict[int, Tensor]:
@@ -286,21 +286,22 @@ def our_planner(model: Any, windows: Tensor, directory: Path | None) -> Planner:
     calibration, selection = (Split(part, "calibration") for part in (windows[:cut], windows[cut:]))
     text = Text(calibration, selection, selection)
     progress = Progress()
-    bench = Bench(model, text, cache=Cache(directory, progress), batch_size=BATCH, progress=progress)
-    print(f"ours: rank correlation of predicted and measured Δloss {bench.agreement.correlation:.2f}", flush=True)
-    return Planner(bench, measure(model, text), {UNNAMED: Budget.parse("100%")})
+    context = RunContext(cache=Cache(directory, progress), batch_size=BATCH, progress=progress)
+    ground = prepare_search(model, text, context)
+    print(f"ours: rank correlation of predicted and measured Δloss {ground.calibration.correlation:.2f}", flush=True)
+    return make_planner(ground, measure(model, text), {UNNAMED: Budget.parse("100%")})
 
 
 def ours(model: Any, blocks: list[Block], windows: Tensor, step: float, *, cache: Path | None) -> Any:
     """A copy of the model, compressed by this package until the fraction `step` of its parameters is removed."""
     planner = our_planner(model, windows, cache)
     wanted = step * count_parameters(model)
-    surveys = planner.bench.surveys
-    sizes = [sum(surveys[index].saved(form) for index, form in forms.items()) for forms, _ in planner.plans]
+    candidates, plans = planner.runner.candidates, planner.plans()
+    sizes = [sum(candidates[index].saved(shape) for index, shape in shapes.items()) for shapes, _ in plans]
     found = next((k for k, size in enumerate(sizes) if size >= wanted), None)
     if found is None:
         raise Inapplicable(f"no plan removes {step:.1%}")
-    fits = planner.bench.fitter.in_order(planner.plans[found][0])
+    fits = planner.runner.fitter.in_order(plans[found][0])
     changed = copy.deepcopy(model)
     patch(changed, blocks, fits)
     return changed
@@ -457,7 +458,7 @@ def main() -> None:
     if stored.get("settings", settings) != settings:
         raise SystemExit(f"error: {file} holds points of other settings; name another --out")
     points = [Point(**point) for point in stored.get("points", [])]
-    baseline: float = stored.get("baseline") or evaluate(model, held_out, batch_size=BATCH).perplexity
+    baseline: float = stored.get("baseline") or evaluate(model, held_out, RunContext(batch_size=BATCH)).perplexity
     for name in names:
         method, steps = known[name]
         for step in steps:
@@ -470,7 +471,7 @@ def main() -> None:
                 print(f"{name} {step:g}: {reason}", flush=True)
                 continue
             seconds = time.perf_counter() - began
-            perplexity = evaluate(changed, held_out, batch_size=BATCH).perplexity
+            perplexity = evaluate(changed, held_out, RunContext(batch_size=BATCH)).perplexity
             removed = 1 - count_parameters(changed) / total
             points.append(Point(name, step, removed, perplexity, perplexity - baseline, seconds))
             store(file, settings, baseline, points)

@@ -31,12 +31,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from compressor.models.load import load_model
+from compressor.pipelines import profile
 from compressor.pipelines.describe_profile import number
-from compressor.pipelines.job import Setting
-from compressor.pipelines.profile import profile
 from compressor.pipelines.recipe import validate
-from compressor.report.markup import last_part
+from compressor.report.formats import last_part
 from compressor.runtime.cache import Cache, default_directory
+from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.runtime.progress import Progress
 
@@ -125,7 +125,7 @@ CLAIMS = (
     Claim("corpora agree", "least rank correlation of two corpora", worst_agreement, lambda v: v >= 0.8, "≥ 0.8"),
     Claim(
         "a trained baseline under-converges",
-        "mean R² that Adam stays below the closed form",
+        "mean R² that Adam stays below the closed shape",
         probe("trained", "mean_gap"),
         lambda v: v >= 0.02,
         "≥ 0.02",
@@ -175,7 +175,7 @@ def texts_of(model: str, options: argparse.Namespace) -> list[str]:
     return own or [word for word, (name, _) in zip(options.text, split, strict=True) if name not in names]
 
 
-def study(model: str, options: argparse.Namespace, setting: Setting) -> Report | None:
+def study(model: str, options: argparse.Namespace, context: RunContext) -> Report | None:
     texts = texts_of(model, options)
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -187,7 +187,7 @@ def study(model: str, options: argparse.Namespace, setting: Setting) -> Report |
                 "swap": True,
                 "cross": None if options.no_untrained else str(untrained(model, Path(folder))),
             }
-            report = profile(validate(values, "options"), [model], setting, write=False)
+            report = profile.run(validate(values, "options"), [model], context, write=False).to_json_value()
         except InputError as error:
             print(f"{model}: left out: {error}", file=sys.stderr)
             return None
@@ -205,8 +205,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="keep the records here")
     options = parser.parse_args()
     progress = Progress(visible=True)
-    setting = Setting(progress, cache=Cache(options.cache, progress))
-    found = {model: report for model in options.models if (report := study(model, options, setting))}
+    context = RunContext(progress=progress, cache=Cache(options.cache, progress))
+    found = {model: report for model in options.models if (report := study(model, options, context))}
     if options.json:
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     if not found:

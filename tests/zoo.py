@@ -16,7 +16,7 @@ from compressor.models.blocks import find_blocks
 from compressor.models.neurons import find_neurons
 from compressor.patch.checkpoint import write_checkpoint
 from compressor.patch.tree import patch
-from compressor.plan.shapes import Form
+from compressor.plan.shapes import Shape
 
 VOCAB = 300
 WIDTH = 32
@@ -157,10 +157,10 @@ LLAMAS: dict[str, tuple[str, dict[str, Any], str, str]] = {
 }
 LLAMA_TYPED = ["granite", "llama", "mistral", "phi3", "qwen2", *LLAMAS]
 
-# Every part that a replacement can have; and the forms without neurons.
-FORMS = {0: Form(None, 4), 1: Form(3, 5), 2: Form(0, 6)}
-LINEAR_FORMS = {0: Form(None), 1: Form(3), 2: Form(0)}
-ONE_FORM = {1: Form(3, 5)}  # the other blocks stay as they are
+# Every part that a replacement can have; and the shapes without neurons.
+SHAPES = {0: Shape(None, 4), 1: Shape(3, 5), 2: Shape(0, 6)}
+LINEAR_SHAPES = {0: Shape(None), 1: Shape(3), 2: Shape(0)}
+ONE_SHAPE = {1: Shape(3, 5)}  # the other blocks stay as they are
 
 REFUSED: dict[str, dict[str, Any]] = {
     "mixtral": MIXTURE,
@@ -227,14 +227,14 @@ def logits(model: nn.Module) -> Tensor:
     return output
 
 
-def random_replacement(block: Any, form: Form, model: Any = None) -> Replacement:
-    """A replacement of this form with random weights; neurons are like those of the model's block."""
+def random_replacement(block: Any, shape: Shape, model: Any = None) -> Replacement:
+    """A replacement of this shape with random weights; neurons are like those of the model's block."""
     given = {}
-    if form.neurons:
+    if shape.neurons:
         neurons = find_neurons(model, block)
         assert neurons is not None
         given = {"activation": neurons.activation, "gated": neurons.gated, "inner_bias": neurons.biased}
-    module = Replacement(block.width, form.rank, block.residual_inside, neurons=form.neurons, **given)
+    module = Replacement(block.width, shape.rank, block.residual_inside, neurons=shape.neurons, **given)
     generator = torch.Generator().manual_seed(block.index)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -242,11 +242,11 @@ def random_replacement(block: Any, form: Form, model: Any = None) -> Replacement
     return module
 
 
-def compressed(family: str, forms: dict[int, Form] = FORMS, **settings: Any) -> Any:
+def compressed(family: str, shapes: dict[int, Shape] = SHAPES, **settings: Any) -> Any:
     """A tiny model with random replacements."""
     model = tiny_model(family, **settings)
     blocks = find_blocks(model)
-    patch(model, blocks, {index: random_replacement(blocks[index], form, model) for index, form in forms.items()})
+    patch(model, blocks, {index: random_replacement(blocks[index], shape, model) for index, shape in shapes.items()})
     return model
 
 
@@ -276,8 +276,8 @@ NOT_OWN = {
 }
 
 
-def save_compressed(directory: Path, family: str, forms: Any = FORMS, **options: Any) -> Any:
+def save_compressed(directory: Path, family: str, shapes: Any = SHAPES, **options: Any) -> Any:
     """Write a compressed checkpoint; return its model."""
-    model = compressed(family, forms)
+    model = compressed(family, shapes)
     write(model, directory, **options)
     return model

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from compressor.evaluate.budget import Limits, budgets_of, label, limits_of
+from compressor.evaluate.budget import Budget, Limits, budgets_of, label, limits_of
 from compressor.evaluate.perplexity import PerplexityChange, evaluate
 from compressor.measure.gradients import Damage
 from compressor.measure.profile import Profile
@@ -101,6 +101,10 @@ class Planner:
         rows = [[c for c in row if c.damage <= most] for row in self.rows]
         return [row for row in rows if row]
 
+    def plans(self) -> list[tuple[dict[int, Shape], float]]:
+        """Plans from the smallest to the largest, each with its predicted damage."""
+        return sequence([efficient(row) for row in self.affordable])
+
     def spend(self, trial: Trial, tighten: float) -> float:
         """The share of the budget used, of the text that uses most.
 
@@ -157,7 +161,7 @@ class Planner:
     def nearest(self, tighten: float, ceiling: float) -> tuple[Shapes, float] | None:
         """The largest plan that is expected to fit, without shapes that are slower than what they replace."""
         while True:
-            plans = [plan for plan in sequence([efficient(row) for row in self.affordable]) if plan[1] < ceiling]
+            plans = [plan for plan in self.plans() if plan[1] < ceiling]
             costs = partial(self.cost_of, plans, tighten)
             best = bracket(plans, self.limits.smallest * tighten / self.gain, costs, self.scale)
             if best is None:
@@ -247,6 +251,25 @@ class Planner:
         )
 
 
+def make_planner(
+    ground: Ground,
+    profile: Profile,
+    budgets: Mapping[str, Budget],
+    *,
+    objective: str = "speed",
+    compensate: bool = True,
+) -> Planner:
+    """A planner for these budgets, which mean what the source's own perplexity makes of them; blocks are judged by what
+    gradients predict."""
+    runner = ground.runner
+    text = runner.text
+    losses = evaluate(runner.model, text.verification.windows, runner.context, step="verify")
+    baselines = {name: losses.part(part).perplexity for name, part in text.parts("verification").items()}
+    limits = limits_of(budgets, baselines)
+    verdicts = judge_all(profile, ground.damages, limits.smallest, {})
+    return Planner(ground, limits, verdicts, objective=objective, compensate=compensate)
+
+
 def plan(
     model: Any,
     profile: Profile,
@@ -260,12 +283,7 @@ def plan(
     context = context or RunContext()
     words = [f"{k}={v}" for k, v in max_dppl.items()] if isinstance(max_dppl, Mapping) else [str(max_dppl)]
     budgets = budgets_of(words, text.counts, context.confidence)
-    losses = evaluate(model, text.verification.windows, context, step="verify")
-    parts = text.parts("verification")
-    limits = limits_of(budgets, {name: losses.part(part).perplexity for name, part in parts.items()})
-    ground = prepare_search(model, text, context)
-    verdicts = judge_all(profile, ground.damages, limits.smallest, {})
-    return Planner(ground, limits, verdicts, objective=objective).search()
+    return make_planner(prepare_search(model, text, context), profile, budgets, objective=objective).search()
 
 
 def fit_shapes(

@@ -14,7 +14,7 @@ from compressor.evaluate.breakdown import (
     WORST_WINDOWS,
     Band,
     bands,
-    dissect,
+    break_down,
     frequency_bands,
     position_bands,
     worst_windows,
@@ -62,7 +62,7 @@ def test_bands_partition_the_predicted_tokens(text: Text) -> None:
         stacked = torch.stack([mask.expand_as(before.nats) for _, mask in masks])
         assert torch.equal(stacked.sum(0), torch.ones_like(before.nats, dtype=torch.long))
         assert len({name for name, _ in masks}) == len(masks)
-    found = dissect(text, before, after, tiny_tokenizer())
+    found = break_down(text, before, after, tiny_tokenizer())
     rise = after.nats.double().sum() - before.nats.double().sum()
     for cut in (found.frequency, found.position):
         assert sum(band.tokens for band in cut) == before.nats.numel()
@@ -101,7 +101,7 @@ def test_damage_to_tokens_of_one_frequency(name: str) -> None:
     text = skewed_text()
     before = random_losses(text)
     mask = dict(frequency_bands(text))[name]
-    found = dissect(text, before, Losses(before.nats + 2 * mask), tiny_tokenizer())
+    found = break_down(text, before, Losses(before.nats + 2 * mask), tiny_tokenizer())
     for band in found.frequency:
         hit = band.band == name
         assert band.share == pytest.approx(float(hit), abs=1e-6)
@@ -116,7 +116,7 @@ def test_damage_to_rare_tokens_is_found_by_the_token() -> None:
     once = torch.tensor([[counts[t] == 1 for t in row] for row in text.verification.windows[:, 1:].tolist()])
     assert once.any()
     before = random_losses(text)
-    found = shares(dissect(text, before, Losses(before.nats + once), tiny_tokenizer()).frequency)
+    found = shares(break_down(text, before, Losses(before.nats + once), tiny_tokenizer()).frequency)
     assert found[RARE] == pytest.approx(1.0)
 
 
@@ -125,7 +125,7 @@ def test_damage_to_late_positions() -> None:
     before = random_losses(text)
     after = before.nats.clone()
     after[:, 15:] += 1  # predicted from 16 tokens and more
-    found = dissect(text, before, Losses(after), tiny_tokenizer()).position
+    found = break_down(text, before, Losses(after), tiny_tokenizer()).position
     assert [band.band for band in found] == ["1", "2–3", "4–7", "8–15", "16–31"]
     assert [band.tokens // len(before.nats) for band in found] == [1, 2, 4, 8, 16]
     assert [band.share for band in found] == pytest.approx([0, 0, 0, 0, 1], abs=1e-6)
@@ -136,7 +136,7 @@ def test_damage_to_the_first_prediction() -> None:
     before = random_losses(text)
     after = before.nats.clone()
     after[:, 0] += 1
-    assert shares(dissect(text, before, Losses(after), tiny_tokenizer()).position)["1"] == pytest.approx(1.0)
+    assert shares(break_down(text, before, Losses(after), tiny_tokenizer()).position)["1"] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_position_bands_end_with_the_window(length: int, names: list[str]) -> No
 def test_no_rise_has_no_shares() -> None:
     text = random_text()
     losses = random_losses(text)
-    found = dissect(text, losses, losses, tiny_tokenizer())
+    found = break_down(text, losses, losses, tiny_tokenizer())
     assert {band.share for band in (*found.frequency, *found.position)} == {0.0}
     assert all(band.baseline == band.compressed for band in found.frequency)
     assert {window.nats for window in found.windows} == {0.0}
@@ -213,7 +213,7 @@ def test_worst_windows_are_counted_in_their_own_text() -> None:
 def test_a_text_of_few_windows_and_a_small_vocabulary() -> None:
     windows = torch.randint(VOCAB, (2, 2), generator=torch.Generator().manual_seed(5))
     text = Text(split(windows), split(windows[:1]), split(windows))
-    found = dissect(text, Losses(torch.ones(2, 1)), Losses(torch.full((2, 1), 2.0)), tiny_tokenizer())
+    found = break_down(text, Losses(torch.ones(2, 1)), Losses(torch.full((2, 1), 2.0)), tiny_tokenizer())
     assert [(band.band, band.tokens, band.share) for band in found.frequency] == [(FREQUENT, 2, 1.0)]
     assert len(found.windows) == 2
     assert [len(window.worst) for window in found.windows] == [1, 1]

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from zoo import REPRESENTATIVE, TEXT, VOCAB, compressed, tiny_model, tiny_tokenizer
 
-from compressor.evaluate.breakdown import Hurt
+from compressor.evaluate.breakdown import LossBreakdown
 from compressor.evaluate.evaluator import Assessment
 from compressor.evaluate.generation import (
     PROMPTS,
@@ -24,7 +24,7 @@ from compressor.evaluate.generation import (
     read_prompts,
     talk,
 )
-from compressor.evaluate.perplexity import Evaluation
+from compressor.evaluate.perplexity import PerplexityChange
 from compressor.runtime.errors import InputError
 from compressor.runtime.progress import Progress
 
@@ -228,9 +228,9 @@ def test_picking_other_words_is_told() -> None:
 
 @pytest.mark.parametrize(("upper", "begins"), [(0.5, "perplexity is fine, its text is not: it"), (2.0, "its text: it")])
 def test_a_warning_says_whether_perplexity_saw_it(upper: float, begins: str) -> None:
-    found = Evaluation(20.0, 20.4, 0.4, (0.3, 0.5), upper, 100, 32)
+    found = PerplexityChange(20.0, 20.4, 0.4, (0.3, 0.5), upper, 100, 32)
     said = compare(VARIED, LOOPING)
-    assessment = Assessment(found, {"text": found}, {"text": 1.0}, {}, {}, said, Hurt([], [], []))
+    assessment = Assessment(found, {"text": found}, {"text": 1.0}, {}, {}, said, LossBreakdown([], [], []))
     assert len(assessment.warnings) == len(said.warnings)
     assert assessment.warnings[0].startswith(begins)
 

@@ -12,6 +12,7 @@ from zoo import FAMILIES, tiny_model
 
 from compressor.evaluate import perplexity as evaluating
 from compressor.evaluate.perplexity import Losses, compare, evaluate, has_plain_head
+from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 
 
@@ -22,7 +23,7 @@ def spread(sums: Tensor, tokens: int = 100) -> Losses:
 
 def test_perplexity_sums_first_and_divides_once() -> None:
     model, windows = tiny_model("gpt2"), random_text().selection.windows
-    losses = evaluate(model, windows, batch_size=7)
+    losses = evaluate(model, windows, RunContext(batch_size=7))
     with torch.no_grad():
         scores = model(windows).logits[:, :-1].log_softmax(-1)
     nats = -scores.gather(-1, windows[:, 1:, None]).double().sum()
@@ -32,9 +33,11 @@ def test_perplexity_sums_first_and_divides_once() -> None:
 
 def test_batches_do_not_change_the_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     model, windows = tiny_model("llama"), random_text().selection.windows
-    whole = evaluate(model, windows, batch_size=24)
+    whole = evaluate(model, windows, RunContext(batch_size=24))
     monkeypatch.setattr(evaluating, "LOGITS_BYTES", 1)  # forces one window at a time
-    torch.testing.assert_close(evaluate(model, windows, batch_size=24).nats, whole.nats, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        evaluate(model, windows, RunContext(batch_size=24)).nats, whole.nats, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -42,11 +45,13 @@ def test_the_shorter_way_through_a_plain_head_gives_the_same_losses(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, windows = tiny_model(family), random_text().selection.windows[:9]
-    own = evaluate(model, windows, batch_size=4).nats
+    own = evaluate(model, windows, RunContext(batch_size=4)).nats
     monkeypatch.setattr(evaluating, "CHUNK", 31 * 4 * 77)  # 77 words of the vocabulary at a time
     if has_plain_head(model, windows):
-        torch.testing.assert_close(evaluate(model, windows, batch_size=4, plain=True).nats, own, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(evaluate(model, windows, batch_size=4).nats, own, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            evaluate(model, windows, RunContext(batch_size=4), plain=True).nats, own, rtol=1e-5, atol=1e-5
+        )
+    torch.testing.assert_close(evaluate(model, windows, RunContext(batch_size=4)).nats, own, rtol=1e-5, atol=1e-5)
 
 
 def test_a_head_that_does_more_is_left_to_the_model() -> None:

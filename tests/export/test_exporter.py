@@ -13,11 +13,11 @@ from conftest import Compress, Refused, tree
 from huggingface_hub import ModelCard
 from zoo import (
     FAMILIES,
-    FORMS,
-    LINEAR_FORMS,
+    LINEAR_SHAPES,
     LLAMA_TYPED,
     NOT_OWN,
-    ONE_FORM,
+    ONE_SHAPE,
+    SHAPES,
     VOCAB,
     save_compressed,
     save_tiny,
@@ -27,9 +27,10 @@ from zoo import (
 )
 from zoo import compressed as compressed_model
 
+from compressor.cli.app import EXPORT_TARGETS
 from compressor.modeling_compressor import replacements
 
-KINDS = {"every part": FORMS, "linear": LINEAR_FORMS, "one block": ONE_FORM}
+KINDS = {"every part": SHAPES, "linear": LINEAR_SHAPES, "one block": ONE_SHAPE}
 
 
 def rows(batch: int = 2, length: int = 20) -> torch.Tensor:
@@ -68,7 +69,7 @@ def test_a_stock_checkpoint_needs_no_code(compress: Compress, family: str, kind:
 
 
 def test_the_cost_of_one_width_is_said_first(compress: Compress, tmp_path: Path) -> None:
-    save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
+    save_compressed(tmp_path / "small", "llama", LINEAR_SHAPES)
     done = compress("export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "dense")
     assert done.code == 0, done.err
     report = json.loads((tmp_path / "dense" / "export.json").read_text())
@@ -81,14 +82,14 @@ def test_the_cost_of_one_width_is_said_first(compress: Compress, tmp_path: Path)
 
 
 def test_a_broken_record_is_refused_first(refused: Refused, tmp_path: Path) -> None:
-    save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
+    save_compressed(tmp_path / "small", "llama", LINEAR_SHAPES)
     (tmp_path / "small" / "compression.json").write_text('{"perplexity": 3}')
     line = refused("export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "dense")
     assert "is not a compression record" in line
 
 
 def test_an_export_is_told_from_a_checkpoint(refused: Refused, compress: Compress, tmp_path: Path) -> None:
-    save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
+    save_compressed(tmp_path / "small", "llama", LINEAR_SHAPES)
     assert compress("export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "dense").code == 0
     for command in (["info"], ["check"], ["push", "me/dense"]):
         assert "dense is an export" in refused(command[0], tmp_path / "dense", *command[1:])
@@ -97,7 +98,7 @@ def test_an_export_is_told_from_a_checkpoint(refused: Refused, compress: Compres
 
 
 def test_nothing_left_is_refused_unless_forced(refused: Refused, compress: Compress, tmp_path: Path) -> None:
-    save_compressed(tmp_path / "small", "gpt2", ONE_FORM)
+    save_compressed(tmp_path / "small", "gpt2", ONE_SHAPE)
     command = ["export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "dense"]
     assert "nothing of the saving is left" in refused(*command)
     assert compress(*command, "--force").code == 0
@@ -105,7 +106,7 @@ def test_nothing_left_is_refused_unless_forced(refused: Refused, compress: Compr
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
 def test_the_precision_is_what_was_asked_for(compress: Compress, dtype: str, tmp_path: Path) -> None:
-    model = save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
+    model = save_compressed(tmp_path / "small", "llama", LINEAR_SHAPES)
     command = ["export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "dense", "--dtype", dtype]
     assert compress(*command).code == 0
     wanted = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[dtype]
@@ -118,7 +119,7 @@ def test_the_precision_is_what_was_asked_for(compress: Compress, dtype: str, tmp
 def test_without_a_word_it_is_the_checkpoints_own_if_that_is_exact(
     compress: Compress, family: str, expected: torch.dtype, tmp_path: Path
 ) -> None:
-    save_compressed(tmp_path / "small", family, LINEAR_FORMS, dtype=torch.bfloat16)
+    save_compressed(tmp_path / "small", family, LINEAR_SHAPES, dtype=torch.bfloat16)
     done = compress("export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "dense", "--force")
     assert done.code == 0, done.err
     assert {tensor.dtype for tensor in stored(tmp_path / "dense").values()} == {expected}
@@ -135,7 +136,7 @@ def test_vllm_gets_a_directory_and_a_warning(compress: Compress, tmp_path: Path)
 
 
 def test_onnx_gets_a_graph_a_record_and_a_card(compress: Compress, tmp_path: Path) -> None:
-    model = save_compressed(tmp_path / "small", "opt", ONE_FORM)
+    model = save_compressed(tmp_path / "small", "opt", ONE_SHAPE)
     done = compress("export", tmp_path / "small", "--to", "onnx", "--out", tmp_path / "graph", "--json")
     assert done.code == 0, done.err
     report = json.loads(done.out)
@@ -177,7 +178,7 @@ def test_the_card_carries_what_was_measured(compress: Compress, compressed: Path
 def test_an_earlier_export_is_replaced_only_when_asked(
     refused: Refused, compress: Compress, to: str, tmp_path: Path
 ) -> None:
-    save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
+    save_compressed(tmp_path / "small", "llama", LINEAR_SHAPES)
     command = ["export", tmp_path / "small", "--to", to, "--out", tmp_path / "out"]
     assert compress(*command).code == 0
     assert "exists and is not empty" in refused(*command)
@@ -187,7 +188,7 @@ def test_an_earlier_export_is_replaced_only_when_asked(
 
 
 def test_somebody_elses_directory_is_left_alone(refused: Refused, tmp_path: Path) -> None:
-    save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
+    save_compressed(tmp_path / "small", "llama", LINEAR_SHAPES)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     command = ["export", tmp_path / "small", "--to", "hf-dense", "--overwrite", "--out"]
@@ -213,14 +214,13 @@ def test_weights_that_are_rounded_again_are_told(compress: Compress, family: str
 
 def test_from_python(tmp_path: Path) -> None:
     import compressor
-    from compressor.cli.app import EXPORT_TARGETS
     from compressor.export.exporter import TARGETS
     from compressor.runtime.errors import InputError
 
-    save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
+    save_compressed(tmp_path / "small", "llama", LINEAR_SHAPES)
     record = compressor.export(tmp_path / "small", "hf-dense", tmp_path / "dense")
     assert record.architecture == "llama"
-    assert tuple(TARGETS) == OFFERED
+    assert tuple(TARGETS) == EXPORT_TARGETS
     with pytest.raises(InputError, match="--to tflite is not known"):
         compressor.export(tmp_path / "small", "tflite", tmp_path / "lite")
 
@@ -242,7 +242,7 @@ def test_what_is_not_there_or_not_known(refused: Refused, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("family", sorted(set(NOT_OWN) - set(LLAMA_TYPED)))
 def test_families_without_a_stock_form_are_refused_by_name(refused: Refused, family: str, tmp_path: Path) -> None:
-    save_compressed(tmp_path / "small", family, LINEAR_FORMS)
+    save_compressed(tmp_path / "small", family, LINEAR_SHAPES)
     line = refused("export", tmp_path / "small", "--to", "hf-dense", "--out", tmp_path / "out")
     assert "cannot be written as hf-dense" in line
     assert "try --to onnx" in line
@@ -253,7 +253,7 @@ def test_families_without_a_stock_form_are_refused_by_name(refused: Refused, fam
 def test_families_that_are_no_llamas_are_refused_by_name(
     refused: Refused, family: str, to: str, tmp_path: Path
 ) -> None:
-    model = save_compressed(tmp_path / "small", family, LINEAR_FORMS)
+    model = save_compressed(tmp_path / "small", family, LINEAR_SHAPES)
     line = refused("export", tmp_path / "small", "--to", to, "--out", tmp_path / "out")
     assert f"{model.config.model_type} is not of Llama's type" in line
     assert "try --to hf-dense or --to onnx" in line
@@ -261,13 +261,13 @@ def test_families_that_are_no_llamas_are_refused_by_name(
 
 @pytest.mark.parametrize("to", ["gguf", "hf-dense", "vllm"])
 def test_an_activation_that_is_not_known(refused: Refused, to: str, tmp_path: Path) -> None:
-    write(compressed_model("llama", LINEAR_FORMS, hidden_act="tanh"), tmp_path / "small")
+    write(compressed_model("llama", LINEAR_SHAPES, hidden_act="tanh"), tmp_path / "small")
     line = refused("export", tmp_path / "small", "--to", to, "--out", tmp_path / "out")
     assert "the activation of its blocks, tanh, is not one that is known here" in line
 
 
 def test_no_disk_is_refused_first(refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
+    save_compressed(tmp_path / "small", "llama", LINEAR_SHAPES)
     monkeypatch.setattr("compressor.runtime.resources.free_disk", lambda place: 1000)
     for to in ("gguf", "hf-dense", "vllm"):
         line = refused("export", tmp_path / "small", "--to", to, "--out", tmp_path / "out")
@@ -288,7 +288,7 @@ def test_a_disk_that_fills_up_leaves_nothing(refused: Refused, monkeypatch: pyte
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
+    save_compressed(tmp_path / "small", "llama", LINEAR_SHAPES)
     monkeypatch.setattr("compressor.export.exporter.write_checkpoint", full)
     monkeypatch.setattr("compressor.export.gguf.write_gguf", full)
     for to in ("hf-dense", "gguf"):
@@ -299,7 +299,7 @@ def test_a_disk_that_fills_up_leaves_nothing(refused: Refused, monkeypatch: pyte
 @pytest.mark.parametrize("to", ["gguf", "hf-dense", "vllm"])
 def test_a_model_that_was_trained_on_and_saved_again(compress: Compress, to: str, tmp_path: Path) -> None:
     """It has no compression.json any more: config.json says what it is."""
-    model = save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
+    model = save_compressed(tmp_path / "small", "llama", LINEAR_SHAPES)
     assert not (tmp_path / "small" / "compression.json").exists()
     with torch.no_grad():
         for module in replacements(model).values():
@@ -316,7 +316,7 @@ def test_an_export_that_is_interrupted_leaves_nothing(
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    save_compressed(tmp_path / "small", "llama", LINEAR_FORMS)
+    save_compressed(tmp_path / "small", "llama", LINEAR_SHAPES)
     before = tree(tmp_path)
     monkeypatch.setattr("compressor.export.exporter.check_in_llamacpp", interrupt)
     done = compress("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "model.gguf")

@@ -13,9 +13,9 @@ import torch
 from conftest import Compress, Refused
 from zoo import (
     CHAT_TEMPLATE,
-    FORMS,
-    LINEAR_FORMS,
+    LINEAR_SHAPES,
     LLAMA_TYPED,
+    SHAPES,
     TEXT,
     VOCAB,
     compressed,
@@ -26,15 +26,15 @@ from zoo import (
 from compressor.export.gguf import DTYPES, MULTIPLE, write_gguf
 from compressor.export.llama import as_llama
 from compressor.export.llamacpp import Runner
-from compressor.plan.shapes import Form
+from compressor.plan.shapes import Shape
 
 KINDS = {
-    "linear": Form(None),
-    "low-rank": Form(3),
-    "pruned": Form(0, 6),
-    "hybrid": Form(3, 5),
-    "bias only": Form(0),
-    "linear and neurons": Form(None, 4),
+    "linear": Shape(None),
+    "low-rank": Shape(3),
+    "pruned": Shape(0, 6),
+    "hybrid": Shape(3, 5),
+    "bias only": Shape(0),
+    "linear and neurons": Shape(None, 4),
 }
 
 
@@ -66,10 +66,10 @@ def check_in_llamacpp(model: Any, file: Path, off: float = 1e-4) -> None:
     assert [token for token in continued if token != end] == greedy[:stop]
 
 
-@pytest.mark.parametrize("forms", [FORMS, LINEAR_FORMS], ids=["every part", "linear"])
+@pytest.mark.parametrize("shapes", [SHAPES, LINEAR_SHAPES], ids=["every part", "linear"])
 @pytest.mark.parametrize("family", LLAMA_TYPED)
-def test_every_llama_type_in_llamacpp(family: str, forms: Any, tmp_path: Path) -> None:
-    model = compressed(family, forms)
+def test_every_llama_type_in_llamacpp(family: str, shapes: Any, tmp_path: Path) -> None:
+    model = compressed(family, shapes)
     file = tmp_path / "model.gguf"
     write_gguf(as_llama(model, multiple=MULTIPLE, kept=True), tiny_tokenizer(), file, "f32", family)
     check_in_llamacpp(model, file)
@@ -138,7 +138,7 @@ def test_a_tokenizer_with_a_known_difference_is_told(compress: Compress, tmp_pat
 
 def test_what_is_stored_is_what_was_folded(tmp_path: Path) -> None:
     """Read by the gguf package, not by what wrote it."""
-    model = compressed("llama", FORMS)
+    model = compressed("llama", SHAPES)
     llama = as_llama(model, multiple=MULTIPLE, kept=True)
     write_gguf(llama, tiny_tokenizer(), tmp_path / "model.gguf", "f32", "t")
     tensors = {tensor.name: np.array(tensor.data) for tensor in read(tmp_path / "model.gguf").tensors}

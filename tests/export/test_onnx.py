@@ -16,15 +16,15 @@ import torch
 from conftest import tree
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
-from zoo import LINEAR_FORMS, TEXT, VOCAB, compressed, tiny_tokenizer, write
+from zoo import LINEAR_SHAPES, TEXT, VOCAB, compressed, tiny_tokenizer, write
 
 from compressor.export.onnx import FILE, TRACED, OnnxGraph, Unfit, check_graph, expect, write_graph, write_onnx
 from compressor.models.load import load_model
-from compressor.plan.shapes import Form
+from compressor.plan.shapes import Shape
 from compressor.runtime.errors import InputError
 from compressor.runtime.progress import Progress
 
-HYBRID = {0: Form(3, 5)}
+HYBRID = {0: Shape(3, 5)}
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class Row:
     """A model, and whether its graph has a cache."""
 
     family: str
-    forms: dict[int, Form]
+    shapes: dict[int, Shape]
     cached: bool
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-# Every form of a replacement, with gated neurons and without; a window of the last tokens (gemma2); modules that become
-# identities (opt); a family whose cache cannot be traced (mpt). An export takes seconds, so these stand for all.
+# Every shape of a replacement, with gated neurons and without; a window of the last tokens (gemma2); modules that are
+# made identities (opt); a family whose cache cannot be traced (mpt). An export takes seconds, so these stand for all.
 ROWS = {
-    "llama": Row("llama", {0: Form(None, 4), 1: Form(0, 6)}, True, {"num_hidden_layers": 2}),
-    "gpt2": Row("gpt2", LINEAR_FORMS, True),
+    "llama": Row("llama", {0: Shape(None, 4), 1: Shape(0, 6)}, True, {"num_hidden_layers": 2}),
+    "gpt2": Row("gpt2", LINEAR_SHAPES, True),
     "gemma2": Row("gemma2", HYBRID, True, {"num_hidden_layers": 2, "sliding_window": 4}),
     "opt": Row("opt", HYBRID, True, {"num_hidden_layers": 1}),
     "mpt": Row("mpt", HYBRID, False, {"n_layers": 1}),
@@ -67,7 +67,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written
         if name not in done:
             row = ROWS[name]
             root = tmp_path_factory.mktemp(name)
-            source = write(compressed(row.family, row.forms, **row.settings), root / "checkpoint")
+            source = write(compressed(row.family, row.shapes, **row.settings), root / "checkpoint")
             model, tokenizer = load_model(str(source), device="cpu", allow_compressed=True)
             before = forward(model, *batch(2, 9, 2))
             (root / "onnx").mkdir()
@@ -208,7 +208,7 @@ def test_what_torch_cannot_trace_is_refused_in_one_line(tmp_path: Path, capfd: p
 
 def test_a_graph_of_other_weights_fails_the_check(written: Callable[[str], Written]) -> None:
     done = written("gpt2")
-    changed = compressed("gpt2", LINEAR_FORMS)
+    changed = compressed("gpt2", LINEAR_SHAPES)
     assert check_graph(done.directory / FILE, expect(changed), cached=True) < 1e-5
     with torch.no_grad():
         changed.transformer.h[1].mlp.bias[3] += 0.01

@@ -8,11 +8,11 @@ import pytest
 import torch
 from zoo import (
     FAMILIES,
-    FORMS,
-    LINEAR_FORMS,
+    LINEAR_SHAPES,
     LLAMA_TYPED,
     NOT_OWN,
-    ONE_FORM,
+    ONE_SHAPE,
+    SHAPES,
     compressed,
     logits,
     tiny_model,
@@ -24,8 +24,8 @@ from compressor.export.stock import as_stock, layout_of
 from compressor.modeling_compressor import replacements
 from compressor.runtime.errors import InputError
 
-# Why a family has no stock form of its own; all others have one.
-ALL_FORMS = {"every part": FORMS, "linear": LINEAR_FORMS, "one block": ONE_FORM}
+# Why a family has no stock shape of its own; all others have one.
+ALL_SHAPES = {"every part": SHAPES, "linear": LINEAR_SHAPES, "one block": ONE_SHAPE}
 
 
 def difference(model: Any, other: Any) -> float:
@@ -33,11 +33,11 @@ def difference(model: Any, other: Any) -> float:
     return ((logits(other) - expected).abs().max() / expected.abs().max()).item()
 
 
-@pytest.mark.parametrize("forms", ALL_FORMS)
+@pytest.mark.parametrize("shapes", ALL_SHAPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_in_its_own_architecture(family: str, forms: str) -> None:
-    model = compressed(family, ALL_FORMS[forms])
-    if family in NOT_OWN and (family, forms) != ("bloom", "one block"):  # whose width is the fixed one anyway
+def test_a_family_in_its_own_architecture(family: str, shapes: str) -> None:
+    model = compressed(family, ALL_SHAPES[shapes])
+    if family in NOT_OWN and (family, shapes) != ("bloom", "one block"):  # whose width is the fixed one anyway
         with pytest.raises(InputError, match=NOT_OWN[family]):
             as_stock(model)
         return
@@ -50,11 +50,11 @@ def test_a_family_in_its_own_architecture(family: str, forms: str) -> None:
     assert layout.neurons == max(needed)
 
 
-@pytest.mark.parametrize("forms", ALL_FORMS)
+@pytest.mark.parametrize("shapes", ALL_SHAPES)
 @pytest.mark.parametrize("family", LLAMA_TYPED)
 @pytest.mark.parametrize("uniform", [False, True])
-def test_a_llama_type_as_a_llama(family: str, forms: str, uniform: bool) -> None:
-    model = compressed(family, ALL_FORMS[forms])
+def test_a_llama_type_as_a_llama(family: str, shapes: str, uniform: bool) -> None:
+    model = compressed(family, ALL_SHAPES[shapes])
     llama = as_llama(model, uniform=uniform, multiple=8)
     assert type(llama.model).__name__ == "LlamaForCausalLM"
     assert difference(model, llama.model) < 2e-6
@@ -91,7 +91,7 @@ def test_a_window_cuts_the_context() -> None:
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(LLAMA_TYPED)))
 def test_other_families_are_no_llamas(family: str) -> None:
     with pytest.raises(InputError, match="is not of Llama's type: "):
-        as_llama(compressed(family, LINEAR_FORMS))
+        as_llama(compressed(family, LINEAR_SHAPES))
 
 
 def test_partial_rotations_are_no_llamas() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
-from zoo import FORMS, LINEAR_FORMS, compressed, logits, stored, tiny_tokenizer
+from zoo import LINEAR_SHAPES, SHAPES, compressed, logits, stored, tiny_tokenizer
 
 from compressor.export.llama import as_llama
 from compressor.export.vllm import MULTIPLE, write_decilm
@@ -41,10 +41,10 @@ def read_as_vllm(directory: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("forms", [FORMS, LINEAR_FORMS])
+@pytest.mark.parametrize("shapes", [SHAPES, LINEAR_SHAPES])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "granite-scaled", "llama-llama3"])
-def test_what_vllm_would_read_is_the_model(family: str, forms: Any, tmp_path: Path) -> None:
-    model = compressed(family, forms)
+def test_what_vllm_would_read_is_the_model(family: str, shapes: Any, tmp_path: Path) -> None:
+    model = compressed(family, shapes)
     write_decilm(as_llama(model, multiple=MULTIPLE), tiny_tokenizer(), tmp_path, torch.float32)
     expected = logits(model)
     assert (logits(read_as_vllm(tmp_path)) - expected).abs().max() < 2e-6 * expected.abs().max()

@@ -9,6 +9,7 @@ from zoo import REPRESENTATIVE, tiny_model
 
 from compressor.measure.probes import cross, moments_of, refuse_widths, whitener
 from compressor.measure.profile import measure
+from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 
 
@@ -16,7 +17,7 @@ from compressor.runtime.errors import InputError
 def test_a_model_crossed_with_itself_is_itself(family: str) -> None:
     model, text = tiny_model(family), random_text()
     profile = measure(model, text)
-    for found, p in zip(cross(model, text, model, text), profile.blocks, strict=True):
+    for found, p in zip(cross(model, text, model, text, RunContext()), profile.blocks, strict=True):
         assert found.own == pytest.approx(p.r2_lin, abs=1e-5)
         assert found.own_on_other == pytest.approx(found.own, abs=1e-9)
         assert found.other == pytest.approx(found.own, abs=1e-9)
@@ -30,7 +31,7 @@ def test_linearity_that_is_in_the_weights_goes_with_the_block() -> None:
         planted_model(WildFFN(), LinearFFN(), WildFFN(seed=5)),
     )
     text = random_text()
-    found = cross(wild, text, mixed, text)
+    found = cross(wild, text, mixed, text, RunContext())
     assert found[1].own < 0.3
     assert found[1].own_on_other < 0.5
     assert found[1].other_on_own == pytest.approx(1, abs=1e-5)
@@ -51,8 +52,8 @@ def test_models_of_other_depth_meet_at_the_same_relative_depth() -> None:
     deep, shallow, text = tiny_model("gpt2"), tiny_model("gpt2"), random_text()
     shallow.transformer.h = shallow.transformer.h[:2]
     shallow.config.n_layer = 2
-    assert [found.other_index for found in cross(deep, text, shallow, text)] == [0, 0, 1]
-    assert [found.other_index for found in cross(shallow, text, deep, text)] == [0, 2]
+    assert [found.other_index for found in cross(deep, text, shallow, text, RunContext())] == [0, 0, 1]
+    assert [found.other_index for found in cross(shallow, text, deep, text, RunContext())] == [0, 2]
 
 
 def test_other_widths_are_refused_with_both() -> None:

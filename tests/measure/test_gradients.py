@@ -15,6 +15,7 @@ from compressor.measure.probes import Sample, sample_rows
 from compressor.measure.profile import measure
 from compressor.models.blocks import find_blocks
 from compressor.plan.candidates import fit_ladder
+from compressor.runtime.context import RunContext
 from compressor.runtime.progress import Progress
 
 
@@ -78,7 +79,7 @@ def test_damage_of_every_rank_equals_the_direct_computation() -> None:
 def test_the_damage_of_a_profile_is_that_of_its_least_squares_maps() -> None:
     model, text = tiny_model("llama"), random_text()
     gradients = sample_gradients(model, text.held_out)
-    found = predict(model, measure(model, text), text, Progress())
+    found = predict(model, measure(model, text), text, RunContext())
     for block, sample in sample_rows(model, find_blocks(model), text.fitting, text.held_out, batch_size=8):
         rows = gradients[block.index]
         errors = by_lstsq(sample, rows.x.double()) - rows.y.double()
@@ -96,7 +97,7 @@ def by_lstsq(sample: Sample, x: torch.Tensor) -> torch.Tensor:
 
 def test_a_linear_block_is_predicted_to_cost_nothing() -> None:
     model, text = planted_model(LinearFFN(), WildFFN(), WildFFN(seed=5)), random_text()
-    linear, wild, _ = predict(model, measure(model, text), text, Progress()).values()
+    linear, wild, _ = predict(model, measure(model, text), text, RunContext()).values()
     assert linear.linear < 1e-6
     assert linear.factorised < 1e-6
     assert wild.linear > 1e-3

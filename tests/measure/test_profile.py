@@ -10,6 +10,7 @@ from zoo import REPRESENTATIVE, tiny_model
 
 from compressor.measure.profile import measure, stream_weights
 from compressor.models.blocks import Block, Rows, body, find_blocks, watch
+from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.text import batches
 
@@ -45,7 +46,7 @@ def reference(fit: tuple[Tensor, ...], held: tuple[Tensor, ...], weighted: bool)
 @pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_r2_agrees_with_lstsq_on_the_raw_rows(family: str) -> None:
     model, text = tiny_model(family), random_text()
-    profile = measure(model, text, batch_size=5)
+    profile = measure(model, text, RunContext(batch_size=5))
     fit, held = raw_rows(model, text.fitting), raw_rows(model, text.held_out)
     for block in profile.blocks:
         index = block.block.index
@@ -58,7 +59,7 @@ def test_r2_agrees_with_lstsq_on_the_raw_rows(family: str) -> None:
 
 def test_batches_do_not_change_the_profile() -> None:
     model, text = tiny_model("llama"), random_text()
-    one, many = (measure(model, text, batch_size=size) for size in (1, 64))
+    one, many = (measure(model, text, RunContext(batch_size=size)) for size in (1, 64))
     for a, b in zip(one.blocks, many.blocks, strict=True):
         assert a.r2_lin == pytest.approx(b.r2_lin, abs=1e-6)
         assert a.r2_lin_ci95 == pytest.approx(b.r2_lin_ci95, abs=1e-6)

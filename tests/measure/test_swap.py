@@ -11,10 +11,11 @@ from zoo import REPRESENTATIVE, tiny_model
 
 from compressor.evaluate.perplexity import compare, evaluate
 from compressor.measure.profile import measure
-from compressor.measure.swap import Sweeper, linear_module
+from compressor.measure.swap import SingleBlockTrials, Sweeper, linear_module
 from compressor.models.blocks import find_blocks
 from compressor.patch.tree import patched
 from compressor.runtime.cache import Cache
+from compressor.runtime.context import RunContext
 from compressor.runtime.progress import Progress
 
 
@@ -22,11 +23,11 @@ from compressor.runtime.progress import Progress
 def test_the_shortcut_equals_a_whole_evaluation_with_the_block_replaced(family: str) -> None:
     model, text = tiny_model(family), random_text()
     profile = measure(model, text)
-    found, seconds, whole = Sweeper(model, profile, text, tokens=200, batch_size=4).alone()
+    found, seconds, whole = Sweeper(model, profile, text, 200, RunContext(batch_size=4)).alone()
     windows = text.selection.windows[:6]
     before = evaluate(model, windows)
     for p in profile.blocks:
-        with patched(model, find_blocks(model), {p.block.index: linear_module(model, p, torch.float32)}):
+        with patched(model, find_blocks(model), {p.block.index: linear_module(model, p)}):
             expected = compare(before, evaluate(model, windows))
         got = found[p.block.index]
         assert got.compressed == pytest.approx(expected.compressed, rel=1e-4)
@@ -40,7 +41,7 @@ def test_a_linear_block_changes_nothing_and_a_wild_one_does() -> None:
     """On a random model and random tokens a change may as well win as cost: it shows in the interval."""
     model, text = planted_model(LinearFFN(), WildFFN(), WildFFN(seed=5)), random_text()
     profile = measure(model, text)
-    sweeper = Sweeper(model, profile, text, tokens=4096)
+    sweeper = Sweeper(model, profile, text, 4096, RunContext())
     alone, _, _ = sweeper.alone()
     assert abs(alone[0].delta) < 1e-3
     low, high = alone[1].delta_ci95
@@ -48,15 +49,15 @@ def test_a_linear_block_changes_nothing_and_a_wild_one_does() -> None:
     assert alone[0].delta_ci95[1] - alone[0].delta_ci95[0] < 1e-3
     both = sweeper.together([profile.blocks[0], profile.blocks[1]])
     assert [found.blocks for found in both] == [(0,), (0, 1)]
-    assert both[0].evaluation.delta == pytest.approx(alone[0].delta, abs=1e-3)
-    assert both[1].evaluation.delta == pytest.approx(alone[1].delta, abs=1e-2)
+    assert both[0].change.delta == pytest.approx(alone[0].delta, abs=1e-3)
+    assert both[1].change.delta == pytest.approx(alone[1].delta, abs=1e-2)
     assert both[1].removed == sum(b.parameters - 32 * 33 for b in find_blocks(model)[:2])
 
 
 def test_a_block_costs_only_the_layers_behind_it() -> None:
     model, text = tiny_model("llama"), random_text()
     profile = measure(model, text)
-    sweeper = Sweeper(model, profile, text, tokens=256, batch_size=8)  # one batch of 8 windows
+    sweeper = Sweeper(model, profile, text, 256, RunContext())  # one batch of 8 windows
     rows: list[int] = []
     for layer in model.model.layers:  # a layer that is skipped does not run its attention
         layer.self_attn.register_forward_hook(
@@ -74,7 +75,7 @@ def test_a_block_costs_only_the_layers_behind_it() -> None:
 def test_the_model_is_left_as_it_was() -> None:
     model, text = tiny_model("gpt2"), random_text()
     before = evaluate(model, text.selection.windows).nats
-    sweeper = Sweeper(model, measure(model, text), text, tokens=200)
+    sweeper = Sweeper(model, measure(model, text), text, 200, RunContext())
     sweeper.alone()
     assert torch.equal(evaluate(model, text.selection.windows).nats, before)
     assert all("forward" not in layer.__dict__ for layer in model.transformer.h)
@@ -83,6 +84,6 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, text = tiny_model("gpt2"), random_text()
     profile, cache = measure(model, text), Cache(tmp_path, Progress())
-    first = Sweeper(model, profile, text, tokens=200, cache=cache).alone()
-    monkeypatch.setattr(Sweeper, "begin", lambda self: pytest.fail("measured again"))
-    assert Sweeper(model, profile, text, tokens=200, cache=cache).alone() == first
+    first = Sweeper(model, profile, text, 200, RunContext(cache=cache)).alone()
+    monkeypatch.setattr(SingleBlockTrials, "begin", lambda self: pytest.fail("measured again"))
+    assert Sweeper(model, profile, text, 200, RunContext(cache=cache)).alone() == first

@@ -15,9 +15,10 @@ from compressor.models.blocks import Rows, find_blocks, watch
 from compressor.models.neurons import find_neurons
 from compressor.patch.tree import patched
 from compressor.plan.fit import build_replacement
-from compressor.plan.moments_store import Statistics, own_bias
+from compressor.plan.moments_store import open_store, own_bias
 from compressor.plan.selection import Fitted
-from compressor.plan.shapes import Form
+from compressor.plan.shapes import Shape
+from compressor.runtime.context import RunContext
 from compressor.runtime.progress import Progress
 
 GATED = {"gemma2", "gemma3", "glm4", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"}
@@ -33,7 +34,7 @@ def test_all_neurons_kept_is_the_model_itself(family: str) -> None:
         neurons = find_neurons(model, block)
         assert neurons is not None, block.path
         assert neurons.gated == (family in GATED)
-        everything = Form(0, neurons.count)
+        everything = Shape(0, neurons.count)
         bias = own_bias(block, neurons, torch.device("cpu"))
         whole = Fitted(torch.arange(neurons.count), None, None, neurons.outer, bias, 0.0)
         fits[block.index] = build_replacement(block, neurons, everything, whole).float()
@@ -57,8 +58,8 @@ def test_what_enters_the_last_matrix_is_seen(family: str) -> None:
 def test_a_block_that_is_built_otherwise_has_none_and_is_surveyed_all_the_same() -> None:
     model = planted_model(LinearFFN(), WildFFN(), WildFFN(seed=5))
     assert [find_neurons(model, block) for block in find_blocks(model)] == [None] * 3
-    surveys = Statistics(model, random_text(), None, 8, Progress()).surveys()
-    assert {option.form.neurons for option in surveys[0].options} == {0}
+    surveys = open_store(model, random_text(), RunContext()).candidates()
+    assert {candidate.shape.neurons for candidate in surveys[0].candidates} == {0}
     assert surveys[0].damage.linear < 1e-6
 
 
@@ -82,7 +83,7 @@ def test_short_memory_keeps_no_neurons_and_says_so(
         available = int(5 * 8 * (2 * WIDTH) ** 2 / 0.8) + 8
 
     monkeypatch.setattr("psutil.virtual_memory", Memory)
-    statistics = Statistics(tiny_model("gpt2"), random_text(), None, 8, Progress(visible=True))
+    statistics = open_store(tiny_model("gpt2"), random_text(), RunContext(progress=Progress(visible=True)))
     assert set(statistics.neurons.values()) == {None}
     assert "memory is short" in capsys.readouterr().err
 
@@ -93,7 +94,7 @@ def test_a_place_without_a_cache_is_gone_with_its_owner(monkeypatch: pytest.Monk
     stale = tmp_path / ".compressor-scratch-abcdefgh"
     stale.mkdir()
     (stale / "lock").touch()
-    statistics = Statistics(tiny_model("gpt2"), random_text(), None, 8, Progress())
+    statistics = open_store(tiny_model("gpt2"), random_text(), RunContext())
     assert statistics.cache.directory is not None
     assert list(tmp_path.iterdir()) == [statistics.cache.directory]
     assert statistics.cache.directory != stale

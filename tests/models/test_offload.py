@@ -15,9 +15,9 @@ from conftest import Compress
 from planted import random_text
 from zoo import (
     FAMILIES,
-    FORMS,
     REPRESENTATIVE,
-    Form,
+    SHAPES,
+    Shape,
     logits,
     random_replacement,
     save_tiny,
@@ -35,12 +35,11 @@ from compressor.models.load import load_model, spread
 from compressor.models.safetensors_files import write_shard
 from compressor.patch.checkpoint import count_parameters, write_checkpoint
 from compressor.patch.tree import patch, patched
-from compressor.plan.calibration import measure_agreement
+from compressor.plan.calibration import calibrate
 from compressor.plan.fit import Fitter
-from compressor.plan.moments_store import Statistics
-from compressor.runtime.cache import Cache
+from compressor.plan.moments_store import open_store
+from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
-from compressor.runtime.progress import Progress
 from compressor.text import Text
 
 Both = Callable[[str], tuple[Any, Any]]
@@ -60,17 +59,17 @@ def both(tmp_path: Path) -> Both:
 def stages(model: Any, text: Text) -> tuple[list[float], list[torch.Tensor]]:
     """What every stage finds of a model: figures, losses and the weights of its fits."""
     profile = measure(model, text)
-    statistics = Statistics(model, text, None, 8, Progress())
-    surveys = statistics.surveys()
-    fitter = Fitter(statistics, surveys)
-    forms = {0: Form(None, 4), 1: Form(3, 5)}
-    fits = [fitter.at_once(forms), fitter.in_order(forms)]
-    agreement = measure_agreement(statistics, surveys, fitter, text, Cache(None, Progress()), Progress())
-    sweeper = Sweeper(model, profile, text, tokens=256)
+    store = open_store(model, text, RunContext())
+    candidates = store.candidates()
+    fitter = Fitter(store, candidates)
+    shapes = {0: Shape(None, 4), 1: Shape(3, 5)}
+    fits = [fitter.at_once(shapes), fitter.in_order(shapes)]
+    calibration = calibrate(store, candidates, fitter)
+    sweeper = Sweeper(model, profile, text, 256, RunContext())
     alone = torch.cat([sweeper.swap(p)["nats"] for p in profile.blocks])
-    with patched(model, statistics.blocks, fits[1]):
+    with patched(model, store.blocks, fits[1]):
         nats = evaluate(model, text.selection.windows).nats
-    numbers = [p.r2_lin for p in profile.blocks] + [p.measured for p in agreement.points]
+    numbers = [p.r2_lin for p in profile.blocks] + [p.measured for p in calibration.points]
     weights = [t for some in fits for module in some.values() for t in module.parameters()]
     return numbers, [nats, alone, logits(model), *weights]
 
@@ -147,7 +146,7 @@ def test_what_is_written_is_the_same_file_for_file(family: str, shard: str, tmp_
     for low_memory in (False, True):
         model, tokenizer = load_model(str(source), low_memory=low_memory)
         blocks = find_blocks(model)
-        patch(model, blocks, {i: random_replacement(blocks[i], form, model) for i, form in FORMS.items()})
+        patch(model, blocks, {i: random_replacement(blocks[i], shape, model) for i, shape in SHAPES.items()})
         places.append(tmp_path / f"out-{low_memory}")
         places[-1].mkdir()
         write_checkpoint(model, tokenizer, places[-1], dtype=torch.float16, max_shard_size=shard)
@@ -177,7 +176,7 @@ def test_a_replaced_block_is_not_read(both: Both) -> None:
     _, model = both("llama")
     blocks = find_blocks(model)
     whole = count_parameters(model)
-    with patched(model, blocks, {1: random_replacement(blocks[1], Form(2))}):
+    with patched(model, blocks, {1: random_replacement(blocks[1], Shape(2))}):
         ffn = model.model.layers[1].mlp
         assert count_parameters(model) < whole
         logits(model)

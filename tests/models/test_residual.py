@@ -13,9 +13,10 @@ from zoo import FAMILIES, tiny_model
 
 from compressor.measure.profile import measure
 from compressor.models.blocks import Block, body, find_blocks, hidden_of
-from compressor.models.residual import Stream
-from compressor.plan.moments_store import Statistics
+from compressor.models.residual import open_stream
+from compressor.plan.moments_store import open_store
 from compressor.runtime.cache import Cache, Tensors
+from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.runtime.progress import Progress
 
@@ -30,7 +31,7 @@ def test_layer_by_layer_equals_the_forward_pass(family: str) -> None:
     with torch.no_grad():
         body(model)(input_ids=windows, use_cache=False)
     handle.remove()
-    stream = Stream(model, blocks, windows, batch_size=2)  # 2 + 2 + 1: batches of two shapes
+    stream = open_stream(model, blocks, windows, batch_size=2)  # 2 + 2 + 1: batches of two shapes
     early = stream.copy()
     stream.advance(len(blocks))
     torch.testing.assert_close(torch.cat(list(stream.states)), seen[0], rtol=1e-4, atol=1e-5)
@@ -83,9 +84,9 @@ def test_a_pass_that_was_killed_goes_on_at_the_layer_where_it_was_kept(
 
     def do(cache: Cache) -> list[torch.Tensor]:
         if work == "measure":
-            return [p.linear.weight for p in measure(model, text, cache=cache, key={"what": "profile"}).blocks]
-        statistics = Statistics(model, text, cache, 8, Progress())
-        statistics.surveys()
+            return [p.linear.weight for p in measure(model, text, RunContext(cache=cache)).blocks]
+        statistics = open_store(model, text, RunContext(cache=cache))
+        statistics.candidates()
         return [statistics.moments(block.index).xx for block in blocks]
 
     whole, expected = runs_of(model, blocks, lambda: do(Cache(tmp_path / "whole", Progress())))
@@ -96,7 +97,7 @@ def test_a_pass_that_was_killed_goes_on_at_the_layer_where_it_was_kept(
         do(dying)
     again, found = runs_of(model, blocks, lambda: do(Cache(tmp_path / "killed", Progress())))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    batches = len(Stream(model, blocks, text.calibration.windows, 8).states)
+    batches = len(open_stream(model, blocks, text.calibration.windows, 8).states)
     assert whole[1] >= batches
     assert max(again[1:4]) == 0, "finished layers were run again"
     assert again[5] >= batches
@@ -106,11 +107,11 @@ def test_a_pass_that_was_killed_goes_on_at_the_layer_where_it_was_kept(
 def test_gradients_that_another_run_dropped_are_found_again(tmp_path: Path) -> None:
     model, text = tiny_model("llama"), random_text()
     cache = Cache(tmp_path, Progress())
-    first = Statistics(model, text, Cache(None, Progress()), 8, Progress()).surveys()
-    statistics = Statistics(model, text, cache, 8, Progress())
+    first = open_store(model, text, RunContext(cache=Cache(None, Progress()))).candidates()
+    statistics = open_store(model, text, RunContext(cache=cache))
     statistics.find_gradients(statistics.blocks)
     cache.drop(statistics.key(statistics.blocks[1], "gradients"))
-    again = statistics.surveys()
+    again = statistics.candidates()
     assert all(torch.equal(first[i].metric, again[i].metric) for i in first)
     entries = {file.name for file in tmp_path.iterdir()}
     assert len(entries) == 2 * len(statistics.blocks)  # moments and surveys: what only an unfinished one needs is gone
@@ -123,7 +124,7 @@ def test_a_disk_that_holds_no_more_ends_the_survey_at_once(tmp_path: Path) -> No
                 super().write(file, words, found)
 
     with pytest.raises(InputError, match="holds no more"):
-        Statistics(tiny_model("llama"), random_text(), Full(tmp_path, Progress()), 8, Progress()).surveys()
+        open_store(tiny_model("llama"), random_text(), RunContext(cache=Full(tmp_path, Progress()))).candidates()
 
 
 def test_a_stream_that_was_kept_behind_a_lost_block_begins_anew(
@@ -132,9 +133,9 @@ def test_a_stream_that_was_kept_behind_a_lost_block_begins_anew(
     model, text = tiny_model("gpt2"), random_text()
     monkeypatch.setattr("compressor.models.residual.KEEP_SECONDS", 0.0)
     cache, blocks = Cache(tmp_path, Progress()), find_blocks(model)
-    stream = Stream(model, blocks, text.fitting, 8, cache, {"what": "it"})
+    stream = open_stream(model, blocks, text.fitting, 8, cache, {"what": "it"})
     stream.advance(2)
     stream.keep()
-    assert Stream(model, blocks, text.fitting, 8, cache, {"what": "it"}, latest=2).position == 2
-    assert Stream(model, blocks, text.fitting, 8, cache, {"what": "it"}, latest=1).position == 0
-    assert Stream(model, blocks, text.fitting, 8, cache, {"what": "other"}, latest=2).position == 0
+    assert open_stream(model, blocks, text.fitting, 8, cache, {"what": "it"}, latest=2).position == 2
+    assert open_stream(model, blocks, text.fitting, 8, cache, {"what": "it"}, latest=1).position == 0
+    assert open_stream(model, blocks, text.fitting, 8, cache, {"what": "other"}, latest=2).position == 0

@@ -18,7 +18,7 @@ from compressor.modeling_compressor import FILE_NAME, Replacement
 from compressor.models.blocks import find_blocks
 from compressor.patch.checkpoint import count_parameters, write_checkpoint
 from compressor.patch.tree import patch, specs
-from compressor.plan.shapes import Form
+from compressor.plan.shapes import Shape
 from compressor.runtime.errors import InputError
 
 
@@ -32,7 +32,7 @@ def edit_config(directory: Path, edit: Callable[[dict[str, Any]], None]) -> None
 @pytest.fixture
 def llama(tmp_path: Path) -> tuple[Path, Any]:
     """A checkpoint with one low-rank block and a tied head."""
-    model = compressed("llama", {1: Form(4)})
+    model = compressed("llama", {1: Shape(4)})
     return write(model, tmp_path / "llama"), model
 
 
@@ -94,7 +94,7 @@ def test_tied_weights_are_stored_once(llama: tuple[Path, Any]) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "opt"])
 def test_shards(family: str, tmp_path: Path) -> None:
-    model = compressed(family, {1: Form()})
+    model = compressed(family, {1: Shape()})
     directory = write(model, tmp_path / "out", dtype=torch.float32, max_shard_size="30KB")
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
@@ -122,7 +122,7 @@ def test_save_pretrained_of_a_patched_model_also_gives_a_checkpoint(tmp_path: Pa
 def test_a_reloaded_model_can_be_patched_further_and_written(llama: tuple[Path, Any], tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama[0])
     blocks = find_blocks(model)
-    patch(model, blocks, {0: random_replacement(blocks[0], Form(2)), 1: random_replacement(blocks[1], Form(0))})
+    patch(model, blocks, {0: random_replacement(blocks[0], Shape(2)), 1: random_replacement(blocks[1], Shape(0))})
     again = AutoModelForCausalLM.from_pretrained(write(model, tmp_path / "further"))
     assert [spec["kind"] for spec in specs(again).values()] == ["lowrank", "bias"]
     assert torch.equal(logits(again), logits(model))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
-from zoo import FAMILIES, FORMS, LINEAR_FORMS, REPRESENTATIVE, compressed, logits, stored, tokens, write
+from zoo import FAMILIES, LINEAR_SHAPES, REPRESENTATIVE, SHAPES, compressed, logits, stored, tokens, write
 
 from compressor.modeling_compressor import FILE_NAME
 from compressor.patch.tree import specs
@@ -29,7 +29,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
     root = tmp_path_factory.mktemp("checkpoints")
     written = {}
     for number, family in enumerate(FAMILIES):
-        model = compressed(family, FORMS if number % 4 else LINEAR_FORMS)
+        model = compressed(family, SHAPES if number % 4 else LINEAR_SHAPES)
         written[family] = (write(model, root / family), logits(model))
     return written
 
@@ -105,6 +105,6 @@ def test_the_bare_backbone_loads(family: str, checkpoints: dict[str, tuple[Path,
     directory, _ = checkpoints[family]
     whole = AutoModelForCausalLM.from_pretrained(directory)
     backbone = AutoModel.from_pretrained(directory)
-    assert len(specs(backbone)) == len(FORMS)
+    assert len(specs(backbone)) == len(SHAPES)
     expected = whole.base_model(tokens()).last_hidden_state
     torch.testing.assert_close(backbone(tokens()).last_hidden_state, expected, rtol=0, atol=1e-6)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from zoo import FAMILIES, FORMS, WIDTH, logits, random_replacement, tiny_model
+from zoo import FAMILIES, SHAPES, WIDTH, logits, random_replacement, tiny_model
 
 from compressor.modeling_compressor import Replacement, build
 from compressor.models.blocks import find_blocks
@@ -20,9 +20,9 @@ def test_patched_restores_the_very_modules(family: str) -> None:
     before = dict(model.named_modules())
     expected = logits(model)
     blocks = find_blocks(model)
-    with patched(model, blocks, {i: random_replacement(blocks[i], form, model) for i, form in FORMS.items()}):
-        assert specs(model)[blocks[1].path]["rank"] == FORMS[1].rank
-        assert specs(model)[blocks[1].path]["neurons"] == FORMS[1].neurons
+    with patched(model, blocks, {i: random_replacement(blocks[i], shape, model) for i, shape in SHAPES.items()}):
+        assert specs(model)[blocks[1].path]["rank"] == SHAPES[1].rank
+        assert specs(model)[blocks[1].path]["neurons"] == SHAPES[1].neurons
         assert (logits(model) - expected).abs().max() > 1e-3
     assert dict(model.named_modules()) == before
     assert specs(model) == {}

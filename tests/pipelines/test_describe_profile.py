@@ -11,7 +11,7 @@ import torch
 from planted import LinearFFN, WildFFN, planted_model, random_text
 from zoo import REPRESENTATIVE, WIDTH, tiny_model
 
-from compressor.evaluate.perplexity import Evaluation
+from compressor.evaluate.perplexity import PerplexityChange
 from compressor.measure.gradients import Damage
 from compressor.measure.probes import sample_rows
 from compressor.measure.profile import BlockProfile, measure
@@ -20,6 +20,7 @@ from compressor.models.blocks import find_blocks
 from compressor.pipelines.describe_profile import describe_corpora, describe_shape, ladder_ranks, name_rows, pearson
 from compressor.report.record import flat
 from compressor.runtime.cache import Cache
+from compressor.runtime.context import RunContext
 from compressor.runtime.progress import Progress
 
 
@@ -58,7 +59,7 @@ def test_the_rank_that_is_enough_is_the_planted_one() -> None:
 def test_a_profile_from_the_cache_is_the_profile(tmp_path: Path) -> None:
     model, text = tiny_model("llama"), random_text()
     cache = Cache(tmp_path, Progress())
-    first, again = (measure(model, text, cache=cache, key={"what": "profile"}) for _ in range(2))
+    first, again = (measure(model, text, RunContext(cache=cache)) for _ in range(2))
     for a, b, c in zip(measure(model, text).blocks, first.blocks, again.blocks, strict=True):
         plain: dict[str, Any] = {"ladder": None, "read": None}
         assert replace(a, **plain) == replace(b, **plain) == replace(c, **plain)
@@ -134,8 +135,8 @@ def block_of(**figures: Any) -> BlockProfile:
     return replace(measure(model, text).blocks[0], **figures)
 
 
-def evaluation(delta: float, low: float, high: float) -> Evaluation:
-    return Evaluation(40.0, 40.0 + delta, delta, (low, high), high, 4000, 256)
+def evaluation(delta: float, low: float, high: float) -> PerplexityChange:
+    return PerplexityChange(40.0, 40.0 + delta, delta, (low, high), high, 4000, 256)
 
 
 def test_a_verdict_rests_on_what_was_measured_where_it_was() -> None:

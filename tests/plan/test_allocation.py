@@ -20,15 +20,16 @@ from compressor.evaluate.budget import Budget
 from compressor.evaluate.perplexity import evaluate
 from compressor.measure.profile import measure
 from compressor.models.blocks import find_blocks
-from compressor.models.residual import Stream, resume, stream_gain
-from compressor.plan.calibration import Agreement, Point, rank_correlation
+from compressor.models.residual import open_stream, resume, stream_gain
+from compressor.patch.tree import patched
+from compressor.plan.calibration import Calibration, Point, rank_correlation
 from compressor.plan.fit import Fitter
-from compressor.plan.frontier import Option
-from compressor.plan.moments_store import Statistics
-from compressor.plan.search import Planner
-from compressor.plan.shapes import Form
-from compressor.plan.trials import Bench
+from compressor.plan.frontier import Candidate
+from compressor.plan.moments_store import open_store
+from compressor.plan.search import make_planner, prepare_search
+from compressor.plan.shapes import Shape
 from compressor.runtime.cache import Cache
+from compressor.runtime.context import RunContext
 from compressor.runtime.progress import Progress
 
 TEXT = random_text()
@@ -68,16 +69,18 @@ def test_what_is_planted_is_found_and_nothing_else_is_touched() -> None:
     """With a budget of next to nothing only loss-free replacements happen, and all of them."""
     model = planted_gpt2()
     before = evaluate(model, TEXT.verification.windows).perplexity
-    bench = Bench(model, TEXT)
-    planner = Planner(bench, measure(model, TEXT), {"text": Budget.parse("0.01%")}, objective="size")
+    ground = prepare_search(model, TEXT, RunContext())
+    planner = make_planner(ground, measure(model, TEXT), {"text": Budget.parse("0.01%")}, objective="size")
     plan = planner.search()
-    assert plan.forms == {0: Form(0, 12), 1: Form(5, 7)}
+    assert plan.shapes == {0: Shape(0, 12), 1: Shape(5, 7)}
     found = plan.selection["text"]
     assert abs(found.delta) < 1e-4 * found.baseline
-    assert abs(planner.verify(plan).perplexity - before) < 1e-4 * before
+    with patched(model, planner.blocks, plan.fits):
+        after = evaluate(model, TEXT.verification.windows).perplexity
+    assert abs(after - before) < 1e-4 * before
 
 
-def test_a_smaller_but_slower_form_is_not_chosen_for_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_smaller_but_slower_shape_is_not_chosen_for_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def slower(_model: Any, _block: Any, replacement: Any) -> bool:
@@ -86,25 +89,25 @@ def test_a_smaller_but_slower_form_is_not_chosen_for_speed(monkeypatch: pytest.M
 
     monkeypatch.setattr("compressor.plan.trials.slower", slower)
     model = planted_gpt2()
-    bench, profile = Bench(model, TEXT), measure(model, TEXT)
+    ground, profile = prepare_search(model, TEXT, RunContext()), measure(model, TEXT)
     budgets = {"text": Budget.parse("0.01%")}
-    plan = Planner(bench, profile, budgets, objective="speed").search()
+    plan = make_planner(ground, profile, budgets, objective="speed").search()
     assert "hybrid" in asked
-    assert {form.kind for form in plan.forms.values()} == {"pruned"}
+    assert {shape.kind for shape in plan.shapes.values()} == {"pruned"}
     asked.clear()
-    assert Planner(bench, profile, budgets, objective="size").search().forms[1].kind == "hybrid"
+    assert make_planner(ground, profile, budgets, objective="size").search().shapes[1].kind == "hybrid"
     assert asked == []
 
 
 def test_the_clock_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A run that goes on where another stopped comes to the same plan, whatever the clock says by then."""
     monkeypatch.setattr("compressor.plan.trials.slower", lambda *_: True)
-    model, cache = planted_gpt2(), Cache(tmp_path / "cache", Progress())
+    model, kept = planted_gpt2(), RunContext(cache=Cache(tmp_path / "cache", Progress()))
     profile, budgets = measure(model, TEXT), {"text": Budget.parse("0.01%")}
-    first = Planner(Bench(model, TEXT, cache=cache), profile, budgets).search()
+    first = make_planner(prepare_search(model, TEXT, kept), profile, budgets).search()
     monkeypatch.setattr("compressor.plan.trials.slower", lambda *_: False)
-    assert Planner(Bench(model, TEXT, cache=cache), profile, budgets).search().forms == first.forms
-    assert Planner(Bench(model, TEXT), profile, budgets).search().forms != first.forms
+    assert make_planner(prepare_search(model, TEXT, kept), profile, budgets).search().shapes == first.shapes
+    assert make_planner(prepare_search(model, TEXT, RunContext()), profile, budgets).search().shapes != first.shapes
 
 
 def test_slower_is_measured() -> None:
@@ -134,12 +137,14 @@ def test_flops_count_every_matrix_once() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_that_begins_in_the_middle_ends_the_same(family: str) -> None:
     model, windows = tiny_model(family), tokens(4, 16)
-    expected = evaluate(model, windows, batch_size=2).nats
-    stream = Stream(model, find_blocks(model), windows, 2)
+    expected = evaluate(model, windows, RunContext(batch_size=2)).nats
+    stream = open_stream(model, find_blocks(model), windows, 2)
     for index in (0, 1, 2):
         stream.advance(index)
         with resume(model, stream):
-            torch.testing.assert_close(evaluate(model, windows, batch_size=2).nats, expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                evaluate(model, windows, RunContext(batch_size=2)).nats, expected, rtol=1e-5, atol=1e-5
+            )
     before = logits(model)
     assert torch.equal(logits(model), before)
     assert all("forward" not in vars(layer) for layer in stream.layers)
@@ -150,7 +155,7 @@ def test_the_stream_is_made_up_for_where_the_block_is_added_to_it(family: str) -
     """Behind a norm, fitting in order can only copy the block."""
     model = tiny_model(family)
     blocks = find_blocks(model)
-    gain = stream_gain(model, blocks[0], Stream(model, blocks, TEXT.held_out[:4], 4))
+    gain = stream_gain(model, blocks[0], open_stream(model, blocks, TEXT.held_out[:4], 4))
     normed = family in ("gemma2", "gemma3", "gemma3-vision", "glm4", "olmo2", "opt-350m")
     assert (gain is None) == normed
     if family == "granite":
@@ -160,23 +165,23 @@ def test_the_stream_is_made_up_for_where_the_block_is_added_to_it(family: str) -
 @pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_blocks_are_fitted_in_order_in_every_kind_of_family(family: str) -> None:
     model = tiny_model(family)
-    statistics = Statistics(model, TEXT, None, 8, Progress())
-    fits = Fitter(statistics, statistics.surveys()).in_order({0: Form(0), 1: Form(0, 20)})
+    statistics = open_store(model, TEXT, RunContext())
+    fits = Fitter(statistics, statistics.candidates()).in_order({0: Shape(0), 1: Shape(0, 20)})
     assert [fits[i].kind for i in fits] == ["bias", "pruned"]
     assert all(p.isfinite().all() for module in fits.values() for p in module.parameters())
 
 
 def point(index: int, predicted: float, measured: float, error: float = 0.0) -> Point:
-    return Point(Option(index, Form(0, 4), 1, predicted), predicted, measured, error)
+    return Point(Candidate(index, Shape(0, 4), 1, predicted), predicted, measured, error)
 
 
 def test_agreement_corrects_what_was_measured_well() -> None:
-    found = Agreement([point(0, 1.0, 2.0), point(1, 2.0, 4.2), point(2, 4.0, 7.9), point(3, 1e-3, 9e-3, error=1.0)])
+    found = Calibration([point(0, 1.0, 2.0), point(1, 2.0, 4.2), point(2, 4.0, 7.9), point(3, 1e-3, 9e-3, error=1.0)])
     factors = found.factors()
     assert factors[0] == pytest.approx(2.0, rel=0.01)
     assert factors[2] == pytest.approx(7.9 / 4, rel=0.01)
     assert factors[3] == pytest.approx(2.0, rel=0.1), "noise says nothing: its neighbours do"
-    wild = Agreement([point(0, 1.0, 100.0), point(1, 1.0, 1.0), point(2, 1.0, -3.0)]).factors()
+    wild = Calibration([point(0, 1.0, 100.0), point(1, 1.0, 1.0), point(2, 1.0, -3.0)]).factors()
     assert wild == pytest.approx({0: 4, 1: 1, 2: 0.25})
 
 
@@ -184,7 +189,7 @@ def test_agreement_does_not_believe_a_lucky_block() -> None:
     """Every prediction is twice too small, and the measurements scatter by their noise: no factor may follow that."""
     generator = torch.Generator().manual_seed(3)
     points = [point(k, 1.0, 2.0 + 0.6 * torch.randn((), generator=generator).item(), error=0.6) for k in range(30)]
-    factors = Agreement(points).factors()
+    factors = Calibration(points).factors()
     measured = [p.measured for p in points]
     assert max(measured) / min(measured) > 2
     assert max(factors.values()) / min(factors.values()) < (max(measured) / min(measured)) ** 0.5

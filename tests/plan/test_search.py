@@ -21,12 +21,12 @@ from compressor.models.blocks import Block, Rows, body, find_blocks, watch
 from compressor.patch.tree import patched
 from compressor.plan.candidates import kept_sets
 from compressor.plan.fit import Fitter
-from compressor.plan.frontier import Option, bracket, efficient, ladder_of, sequence
-from compressor.plan.moments_store import Statistics, collect
-from compressor.plan.search import Planner, fit_forms
-from compressor.plan.shapes import Form
-from compressor.plan.trials import Bench
+from compressor.plan.frontier import Candidate, bracket, efficient, ladder_of, sequence
+from compressor.plan.moments_store import collect, open_store
+from compressor.plan.search import fit_shapes, make_planner, prepare_search
+from compressor.plan.shapes import Shape
 from compressor.runtime.cache import Cache
+from compressor.runtime.context import RunContext
 from compressor.runtime.errors import BudgetError, InputError
 from compressor.runtime.progress import Progress
 from compressor.text import Text
@@ -34,22 +34,22 @@ from compressor.text import Text
 TEXT = random_text()
 
 
-def option(index: int, saved: int, damage: float) -> Option:
-    return Option(index, Form(saved), saved, damage)
+def option(index: int, saved: int, damage: float) -> Candidate:
+    return Candidate(index, Shape(saved), saved, damage)
 
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_form_counts_what_its_module_has(gated: bool) -> None:
-    for form in (Form(None), Form(0), Form(5), Form(0, 7), Form(5, 7), Form(None, 7)):
-        given = {"neurons": form.neurons, "activation": "silu", "gated": gated} if form.neurons else {}
-        module = Replacement(WIDTH, form.rank, **given)
-        assert form.parameters(WIDTH, (2 + gated) * WIDTH) == sum(p.numel() for p in module.parameters())
-        assert form.kind == module.kind
+    for shape in (Shape(None), Shape(0), Shape(5), Shape(0, 7), Shape(5, 7), Shape(None, 7)):
+        given = {"neurons": shape.neurons, "activation": "silu", "gated": gated} if shape.neurons else {}
+        module = Replacement(WIDTH, shape.rank, **given)
+        assert shape.parameters(WIDTH, (2 + gated) * WIDTH) == sum(p.numel() for p in module.parameters())
+        assert shape.kind == module.kind
 
 
 @pytest.mark.parametrize("width", [2, 32, 576, 768])
 def test_every_rung_of_the_ladder_is_smaller_than_the_one_before(width: int) -> None:
-    sizes = [Form(rank).parameters(width, 0) for rank in ladder_of(width)]
+    sizes = [Shape(rank).parameters(width, 0) for rank in ladder_of(width)]
     assert sizes == sorted(set(sizes), reverse=True)
     assert sizes[-1] == width
 
@@ -64,7 +64,7 @@ def test_the_frontier_is_convex_and_without_waste() -> None:
 def test_plans_grow_by_the_cheapest_step() -> None:
     hulls = [[option(0, 10, 1.0), option(0, 20, 3.0)], [option(1, 10, 0.5), option(1, 30, 6.5)]]
     plans = sequence(hulls)
-    chosen = [{index: form.rank for index, form in forms.items()} for forms, _ in plans]
+    chosen = [{index: shape.rank for index, shape in shapes.items()} for shapes, _ in plans]
     assert chosen == [{1: 10}, {0: 10, 1: 10}, {0: 20, 1: 10}, {0: 20, 1: 30}]
     assert [p[1] for p in plans] == pytest.approx([0.5, 1.5, 3.5, 9.5])
 
@@ -73,7 +73,7 @@ def test_plans_grow_by_the_cheapest_step() -> None:
 @pytest.mark.parametrize("error", [0.3, 1.0, 4.0])
 def test_the_bracket_finds_the_last_plan_that_fits(last: int, error: float) -> None:
     """Whatever the predictions are worth: `error` times too small or too large."""
-    plans = [({k: Form(0)}, error * (k + 1)) for k in range(40)]
+    plans = [({k: Shape(0)}, error * (k + 1)) for k in range(40)]
     asked: list[int] = []
 
     def spend(k: int) -> float:
@@ -90,10 +90,10 @@ def test_a_linear_block_is_replaced_for_nothing_and_the_others_are_left() -> Non
     model = planted_model(WildFFN(), LinearFFN(rank=5), WildFFN(seed=5))
     expected = logits(model)
     plan = compressor.plan(model, measure(model, TEXT), TEXT, max_dppl="0.01%")
-    assert set(plan.forms) == {1}
-    assert plan.forms[1].neurons == 0
-    assert plan.forms[1].rank is not None
-    assert 5 <= plan.forms[1].rank < WIDTH // 2
+    assert set(plan.shapes) == {1}
+    assert plan.shapes[1].neurons == 0
+    assert plan.shapes[1].rank is not None
+    assert 5 <= plan.shapes[1].rank < WIDTH // 2
     assert plan.selection["text"].delta == pytest.approx(0, abs=1e-3 * plan.selection["text"].baseline)
     assert torch.equal(logits(model), expected), "searching must not change the model"
     before = evaluate(model, TEXT.verification.windows).perplexity
@@ -106,18 +106,19 @@ def test_a_block_that_is_linear_by_its_outlier_rows_is_not_touched() -> None:
     model = planted_model(WildFFN(outliers=300.0), LinearFFN(), WildFFN(), mark_first_position=True)
     profile = measure(model, TEXT)
     assert profile.blocks[0].r2_lin > 0.9
-    planner = Planner(Bench(model, TEXT), profile, {"text": Budget.parse("20%")})
+    planner = make_planner(prepare_search(model, TEXT, RunContext()), profile, {"text": Budget.parse("20%")})
     assert planner.verdicts[0].word == "unsafe"
     assert "outlier rows" in planner.verdicts[0].reason
     assert planner.verdicts[1].word == "safe"
     plan = planner.search()
-    assert 1 in plan.forms
-    assert 0 not in plan.forms
+    assert 1 in plan.shapes
+    assert 0 not in plan.shapes
 
 
 def test_a_plan_that_verification_refused_does_not_come_back() -> None:
     model = tiny_model("llama")
-    planner = Planner(Bench(model, TEXT), measure(model, TEXT), {"text": Budget.parse("4%", confidence=0)})
+    ground = prepare_search(model, TEXT, RunContext())
+    planner = make_planner(ground, measure(model, TEXT), {"text": Budget.parse("4%", confidence=0)})
     found = planner.search()
     while True:
         try:
@@ -125,7 +126,7 @@ def test_a_plan_that_verification_refused_does_not_come_back() -> None:
         except BudgetError:
             break
         assert smaller.predicted < found.predicted
-        assert smaller.forms != found.forms
+        assert smaller.shapes != found.shapes
         found = smaller
 
 
@@ -145,30 +146,30 @@ def test_a_larger_budget_saves_at_least_as_much() -> None:
             layer.mlp.down_proj.weight.mul_(30)
         model.lm_head.weight.mul_(20)
     profile = measure(model, TEXT)
-    bench = Bench(model, TEXT)
+    ground = prepare_search(model, TEXT, RunContext())
     saved = []
     for budget in ("1%", "4%", "30%"):
-        plan = Planner(bench, profile, {"text": Budget.parse(budget, confidence=0)}).search()
+        plan = make_planner(ground, profile, {"text": Budget.parse(budget, confidence=0)}).search()
         found = plan.selection["text"]
         assert found.delta <= Budget.parse(budget).dppl(found.baseline) * 1.01
-        saved.append(sum(bench.surveys[index].saved(form) for index, form in plan.forms.items()))
+        saved.append(sum(ground.runner.candidates[index].saved(shape) for index, shape in plan.shapes.items()))
     assert saved == sorted(saved)
     assert saved[-1] > saved[0]
 
 
 def fitter_of(model: Any, text: Text = TEXT, cache: Cache | None = None) -> Fitter:
-    statistics = Statistics(model, text, cache, 7, Progress())
-    return Fitter(statistics, statistics.surveys())
+    store = open_store(model, text, RunContext(batch_size=7, cache=cache or Cache(None, Progress())))
+    return Fitter(store, store.candidates())
 
 
-@pytest.mark.parametrize("form", [Form(None), Form(0, 20), Form(None, 20)])
-def test_each_block_is_fitted_on_the_inputs_it_will_get(form: Form) -> None:
+@pytest.mark.parametrize("shape", [Shape(None), Shape(0, 20), Shape(None, 20)])
+def test_each_block_is_fitted_on_the_inputs_it_will_get(shape: Shape) -> None:
     """The second replacement nearly has the least error that such a module can have towards the original stream, on
     rows taken from the model with the first one in place. Fitted at once it is another one."""
     model = tiny_model("gpt2").double()
     blocks = find_blocks(model)
     fitter = fitter_of(model)
-    fits = fitter.in_order({0: Form(0), 2: form})
+    fits = fitter.in_order({0: Shape(0), 2: shape})
     wanted: list[Rows] = []
     rows: list[Rows] = []
     with torch.no_grad():
@@ -178,13 +179,13 @@ def test_each_block_is_fitted_on_the_inputs_it_will_get(form: Form) -> None:
         with patched(model, blocks, {0: fits[0]}), watch(model, [blocks[2]], lambda _, r: rows.append(r), inside):
             body(model)(input_ids=TEXT.fitting, use_cache=False)
         x, a, y = rows[0].x, rows[0].a, rows[0].y + wanted[0].h - rows[0].h
-        kept = kept_sets(form, fitter.surveys[2].orders, x.device)[0]
-        features = [torch.ones(len(x), 1, dtype=x.dtype), a[:, kept], *([x] if form.rank is None else [])]
+        kept = kept_sets(shape, fitter.surveys[2].orders, x.device)[0]
+        features = [torch.ones(len(x), 1, dtype=x.dtype), a[:, kept], *([x] if shape.rank is None else [])]
         weights = (1 / rows[0].h.square().mean(-1))[:, None].sqrt()
         least_squares = torch.linalg.lstsq(weights * torch.cat(features, 1), weights * y).solution
         least = (weights * (torch.cat(features, 1) @ least_squares - y)).square().sum()
         error = (weights * (fits[2](x) - y)).square().sum()
-        at_once = (weights * (fitter.at_once({2: form})[2](x) - y)).square().sum()
+        at_once = (weights * (fitter.at_once({2: shape})[2](x) - y)).square().sum()
     assert least <= error <= least * 1.1  # shrinking to the original weights costs a little on these rows
     assert error < at_once
 
@@ -193,7 +194,7 @@ def test_weights_are_rounded_to_the_storage_dtype_before_they_are_measured() -> 
     model = tiny_model("gpt2")
     fitter = fitter_of(model)
     fitter.dtype = torch.bfloat16
-    fits = fitter.at_once({1: Form(4, 9)})
+    fits = fitter.at_once({1: Shape(4, 9)})
     for parameter in fits[1].parameters():
         assert parameter.dtype == torch.float32
         assert torch.equal(parameter, parameter.bfloat16().float())
@@ -201,7 +202,7 @@ def test_weights_are_rounded_to_the_storage_dtype_before_they_are_measured() -> 
 
 def test_fitting_again_gives_the_same_bytes() -> None:
     model = tiny_model("llama")
-    first, second = (fit_forms(model, {0: Form(3), 1: Form(2, 20), 2: Form(0, 30)}, TEXT) for _ in range(2))
+    first, second = (fit_shapes(model, {0: Shape(3), 1: Shape(2, 20), 2: Shape(0, 30)}, TEXT) for _ in range(2))
     for index, module in first.items():
         for a, b in zip(module.parameters(), second[index].parameters(), strict=True):
             assert torch.equal(a, b)
@@ -213,12 +214,12 @@ def test_fits_go_on_where_they_stopped(
     family: str, stored: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many blocks were done: the same bytes, and only the others are fitted."""
-    model, forms = tiny_model(family), {0: Form(3), 1: Form(2, 20), 2: Form(0, 30)}
+    model, shapes = tiny_model(family), {0: Shape(3), 1: Shape(2, 20), 2: Shape(0, 30)}
     before = logits(model)
     fitter = fitter_of(model, cache=Cache(tmp_path / "cache", Progress()))
     fitter.dtype = stored
-    whole = fitter.in_order(forms)
-    keys = [fitter.key(forms, index) for index in forms]
+    whole = fitter.in_order(shapes)
+    keys = [fitter.key(shapes, index) for index in shapes]
     fitted: list[int] = []
 
     def count(model: Any, block: Block, *rest: Any) -> Moments:
@@ -230,28 +231,28 @@ def test_fits_go_on_where_they_stopped(
         for key in keys[done:]:
             fitter.statistics.cache.place(key)[0].unlink()
         fitted.clear()
-        again = fitter.in_order(forms)
+        again = fitter.in_order(shapes)
         assert sorted(set(fitted)) == list(range(done, 3))
         for index, module in whole.items():
             assert again[index].spec() == module.spec()
             assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again[index].parameters(), strict=True))
-    other = fitter.in_order({**forms, 2: Form(None)})  # another plan that begins in the same way
+    other = fitter.in_order({**shapes, 2: Shape(None)})  # another plan that begins in the same way
     assert set(fitted) == {0, 1, 2}
     assert torch.equal(other[1].bias, whole[1].bias)
     assert torch.equal(logits(model), before)
 
 
 @pytest.mark.parametrize(
-    ("forms", "message"),
+    ("shapes", "message"),
     [
-        ({7: Form()}, "blocks 0 to 2"),
-        ({1: Form(WIDTH + 1)}, "whose width is 32"),
-        ({1: Form(0, 49)}, "which has 48 neurons"),
+        ({7: Shape()}, "blocks 0 to 2"),
+        ({1: Shape(WIDTH + 1)}, "whose width is 32"),
+        ({1: Shape(0, 49)}, "which has 48 neurons"),
     ],
 )
-def test_a_plan_for_another_model_is_refused(forms: dict[int, Form], message: str) -> None:
+def test_a_plan_for_another_model_is_refused(shapes: dict[int, Shape], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        fit_forms(tiny_model("gpt2"), forms, TEXT)
+        fit_shapes(tiny_model("gpt2"), shapes, TEXT)
 
 
 def test_a_failed_fit_leaves_the_model_alone() -> None:
@@ -263,5 +264,5 @@ def test_a_failed_fit_leaves_the_model_alone() -> None:
     fitter = fitter_of(model)
     model.transformer.h[2].mlp.act = Broken()
     with pytest.raises(RuntimeError, match="broken"):
-        fitter.in_order({0: Form(1), 2: Form(1)})
+        fitter.in_order({0: Shape(1), 2: Shape(1)})
     assert not any(isinstance(module, Replacement) for module in model.modules())

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
+from compressor.report.markup import Html, e, table
+from compressor.report.plots import CSS as PLOT_CSS
+from compressor.report.plots import SCRIPT, plot
 from test_page import full, hostile
 
 from compressor.report.charts import Axis, Chart, Point, Series
-from compressor.report.markup import Html, e, table
 from compressor.report.page import CSS, POLICY, page
-from compressor.report.plots import CSS as PLOT_CSS
-from compressor.report.plots import SCRIPT, plot
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

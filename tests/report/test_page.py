@@ -11,9 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from compressor.report.markup import e
 
 from compressor.report import plots
-from compressor.report.markup import e
 from compressor.report.page import page
 
 SCRIPT = "<script>alert(1)</script>"

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_page import HOSTILE, Document
-
-from compressor.report import plots
-from compressor.report.charts import Axis, Chart, Point, Series
 from compressor.report.figures import draw, draw_frontier
 from compressor.report.layout import LARGEST_DOT, LEAST_DOT, LIGHT, RAMPS, SHAPES, blend, lay_out, settle, styles
 from compressor.report.plots import plot
 from compressor.report.scales import Scale, figure, fit, ticks
+from test_page import HOSTILE, Document
+
+from compressor.report import plots
+from compressor.report.charts import Axis, Chart, Point, Series
 
 NAN, INF = math.nan, math.inf
 X, Y = Axis("x"), Axis("y")

@@ -20,7 +20,8 @@ from planted import random_text
 from preloaded import Process, Server
 from zoo import stored, tiny_model, tiny_tokenizer
 
-from compressor.pipelines.job import Setting, advise_batches
+from compressor.pipelines.job import advise_batches
+from compressor.runtime.context import RunContext
 from compressor.runtime.progress import Progress
 
 ROOT = Path(__file__).parents[2]
@@ -125,10 +126,10 @@ def test_a_gate_that_fails_still_shows_its_table(start: Start, place: Path) -> N
 def test_too_few_batches_for_the_processes_are_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    setting = Setting(Progress(visible=True))
+    context = RunContext(progress=Progress(visible=True))
     for processes in (3, 4):  # 24 selection windows in batches of 8
         monkeypatch.setattr("compressor.runtime.distributed.size", lambda count=processes: count)
-        advise_batches(random_text(), 8, setting)
+        advise_batches(random_text(), context)
     assert capsys.readouterr().err.splitlines() == [
         "4 processes, but a text of 3 batches: a smaller --batch-size shares the work better"
     ]

@@ -32,14 +32,13 @@ from compressor.models.load import load_model
 from compressor.models.safetensors_files import find_shards, list_tensors
 from compressor.models.source import context_of
 from compressor.patch.checkpoint import refuse_foreign_code
-from compressor.pipelines import compress as pipeline
+from compressor.pipelines import apply
 from compressor.pipelines import recipe as recipes
-from compressor.pipelines.job import Setting
 from compressor.pipelines.recipe import Recipe
 from compressor.report import tables
-from compressor.report.record import read_record
-from compressor.runtime.errors import DONE, InputError, explain
-from compressor.runtime.progress import Progress
+from compressor.report.record import Record, read_record
+from compressor.runtime.context import RunContext
+from compressor.runtime.errors import DONE, InputError, report_error
 
 WEIGHTS, INDEX, NOWHERE = "model.safetensors", "model.safetensors.index.json", "./nowhere"
 SECONDS = 20  # for the slowest single input
@@ -83,7 +82,7 @@ def read_plan() -> None:
     """Everything that `apply` does before it looks for the model, which is not there."""
     asked = recipes.resolve(None, {"model": NOWHERE, "out": "out", "generate": 0})
     try:
-        pipeline.apply(asked, Path("plan.json"), Setting(Progress()))
+        apply.run(asked, Path("plan.json"), RunContext())
     except InputError as error:
         if not str(error).startswith(f"directory {NOWHERE!r} does not exist"):
             raise
@@ -92,7 +91,7 @@ def read_plan() -> None:
 def read_info() -> None:
     record = read_record(Path("made"))
     tables.info_lines(record)
-    if "perplexity" in record:
+    if isinstance(record, Record):
         tables.block_table(record)
 
 
@@ -104,7 +103,7 @@ def outcome(read: Callable[[], None]) -> Outcome:
         try:
             read()
         except Exception as error:
-            code = explain(error)
+            code = report_error(error)
     return Outcome(code, "", err.getvalue())
 
 

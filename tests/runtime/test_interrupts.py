@@ -52,7 +52,7 @@ def work(recipe, setting):
             globals()[HOW]()
 
 torch.set_num_threads(1)
-pipeline.compress = work
+pipeline.run = work
 run()
 """
 
