@@ -18,11 +18,11 @@ from compressor.evaluate.evaluator import Assessment
 from compressor.evaluate.generation import (
     PROMPTS,
     choices_along,
+    compare_continuations,
     continue_greedily,
     distinct,
     opening_prompts,
     read_prompts,
-    talk,
 )
 from compressor.evaluate.perplexity import PerplexityChange
 from compressor.runtime.errors import InputError
@@ -117,7 +117,7 @@ def test_an_end_of_text_does_not_end_it() -> None:
 def test_a_model_agrees_with_itself() -> None:
     model, prompts = tiny_model("gpt2"), prompts_of(5, 8, 5)
     written = written_by(model, prompts)
-    found = talk(tiny_tokenizer(), prompts, written, written, along(model, prompts, written))
+    found = compare_continuations(tiny_tokenizer(), prompts, written, written, along(model, prompts, written))
     assert (found.agreement, found.same_prefix) == (1.0, TOKENS)
     assert (found.prompts, found.tokens) == (3, TOKENS)
     assert all(first == second for first, second in [*found.distinct.values(), found.repetition])
@@ -133,7 +133,7 @@ def test_two_models_are_told_apart() -> None:
     """Counted by hand: the agreement is along the source's words, the first difference between both own ones."""
     source, other, prompts = tiny_model("gpt2"), compressed("gpt2"), prompts_of(5, 8, 3)
     first, second = written_by(source, prompts), written_by(other, prompts)
-    found = talk(tiny_tokenizer(), prompts, first, second, along(other, prompts, first))
+    found = compare_continuations(tiny_tokenizer(), prompts, first, second, along(other, prompts, first))
     same = [[a == b for a, b in zip(*rows, strict=True)] for rows in zip(first.tolist(), second.tolist(), strict=True)]
     parted = [row.index(False) if False in row else None for row in same]
     assert [sample.first_difference for sample in found.samples] == parted
@@ -172,7 +172,7 @@ LOOPING = torch.tensor([5, 6]).repeat(6, 12)
 
 def compare(source: Tensor, compressed: Tensor, agreed: Tensor | None = None) -> Any:
     prompts = prompts_of(*[3] * len(source))
-    return talk(tiny_tokenizer(), prompts, source, compressed, source if agreed is None else agreed)
+    return compare_continuations(tiny_tokenizer(), prompts, source, compressed, source if agreed is None else agreed)
 
 
 def test_known_figures_of_a_loop() -> None:

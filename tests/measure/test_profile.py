@@ -8,7 +8,7 @@ from planted import SEQ_LEN, LinearFFN, WildFFN, planted_model, random_text
 from torch import Tensor
 from zoo import REPRESENTATIVE, tiny_model
 
-from compressor.measure.profile import measure, stream_weights
+from compressor.measure.profile import measure, row_weights
 from compressor.models.blocks import Block, Rows, body, find_blocks, watch
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
@@ -30,7 +30,7 @@ def raw_rows(model: torch.nn.Module, windows: Tensor) -> dict[int, tuple[Tensor,
 def reference(fit: tuple[Tensor, ...], held: tuple[Tensor, ...], weighted: bool) -> float:
     """Weighted least squares by lstsq on rows scaled by the root of their weight, R² about the weighted mean."""
     (x, y, h), (hx, hy, hh) = fit, held
-    w, hw = (stream_weights(h), stream_weights(hh)) if weighted else (torch.ones(len(x)), torch.ones(len(hx)))
+    w, hw = (row_weights(h), row_weights(hh)) if weighted else (torch.ones(len(x)), torch.ones(len(hx)))
     w, hw = w.double()[:, None], hw.double()[:, None]
     mx, my = (w * x).sum(0) / w.sum(), (w * y).sum(0) / w.sum()
     rows = w.sqrt() * (x - mx)

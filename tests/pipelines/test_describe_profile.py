@@ -17,8 +17,14 @@ from compressor.measure.probes import sample_rows
 from compressor.measure.profile import BlockProfile, measure
 from compressor.measure.verdicts import judge
 from compressor.models.blocks import find_blocks
-from compressor.pipelines.describe_profile import describe_corpora, describe_shape, ladder_ranks, name_rows, pearson
-from compressor.report.record import flat
+from compressor.pipelines.describe_profile import (
+    describe_corpora,
+    describe_shape,
+    flat,
+    ladder_ranks,
+    name_rows,
+    pearson,
+)
 from compressor.runtime.cache import Cache
 from compressor.runtime.context import RunContext
 from compressor.runtime.progress import Progress

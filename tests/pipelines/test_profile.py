@@ -132,7 +132,7 @@ def test_without_the_sweep_costs_are_predicted(
 def test_large_models_are_not_swept_unless_asked(
     compress: Compress, models: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compressor.measure.study.MODEST", 1000)
+    monkeypatch.setattr("compressor.measure.study.SWAPPED_BELOW", 1000)
     asked = ("profile", models / "gpt2", *options, "--json")
     assert "swap" not in json.loads(compress(*asked).out)
     assert "swap" in json.loads(compress(*asked, "--swap").out)

@@ -179,7 +179,7 @@ def test_each_block_is_fitted_on_the_inputs_it_will_get(shape: Shape) -> None:
         with patched(model, blocks, {0: fits[0]}), watch(model, [blocks[2]], lambda _, r: rows.append(r), inside):
             body(model)(input_ids=TEXT.fitting, use_cache=False)
         x, a, y = rows[0].x, rows[0].a, rows[0].y + wanted[0].h - rows[0].h
-        kept = kept_sets(shape, fitter.surveys[2].orders, x.device)[0]
+        kept = kept_sets(shape, fitter.candidates[2].orders, x.device)[0]
         features = [torch.ones(len(x), 1, dtype=x.dtype), a[:, kept], *([x] if shape.rank is None else [])]
         weights = (1 / rows[0].h.square().mean(-1))[:, None].sqrt()
         least_squares = torch.linalg.lstsq(weights * torch.cat(features, 1), weights * y).solution
@@ -202,7 +202,9 @@ def test_weights_are_rounded_to_the_storage_dtype_before_they_are_measured() -> 
 
 def test_fitting_again_gives_the_same_bytes() -> None:
     model = tiny_model("llama")
-    first, second = (fit_shapes(model, {0: Shape(3), 1: Shape(2, 20), 2: Shape(0, 30)}, TEXT) for _ in range(2))
+    first, second = (
+        fit_shapes(model, {0: Shape(3), 1: Shape(2, 20), 2: Shape(0, 30)}, TEXT, RunContext()) for _ in range(2)
+    )
     for index, module in first.items():
         for a, b in zip(module.parameters(), second[index].parameters(), strict=True):
             assert torch.equal(a, b)
@@ -229,7 +231,7 @@ def test_fits_go_on_where_they_stopped(
     monkeypatch.setattr("compressor.plan.fit.collect", count)
     for done in (3, 2, 1, 0):
         for key in keys[done:]:
-            fitter.statistics.cache.place(key)[0].unlink()
+            fitter.store.cache.place(key)[0].unlink()
         fitted.clear()
         again = fitter.in_order(shapes)
         assert sorted(set(fitted)) == list(range(done, 3))
@@ -252,7 +254,7 @@ def test_fits_go_on_where_they_stopped(
 )
 def test_a_plan_for_another_model_is_refused(shapes: dict[int, Shape], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        fit_shapes(tiny_model("gpt2"), shapes, TEXT)
+        fit_shapes(tiny_model("gpt2"), shapes, TEXT, RunContext())
 
 
 def test_a_failed_fit_leaves_the_model_alone() -> None:
