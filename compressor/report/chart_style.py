@@ -50,6 +50,7 @@ CONFIG: dict[str, Any] = {
         "ticks": False,
     },
     "axisX": {"grid": False},
+    "axisXQuantitative": {"tickCount": 8},
     "legend": {
         **TEXT,
         "orient": "top",
@@ -179,11 +180,17 @@ def log_axis(ends: tuple[float, float]) -> alt.Axis:
     return alt.Axis(values=[tick for tick in ticks if ends[0] <= tick <= ends[1]], format="~g", labelOverlap=True)
 
 
-def hollow_outside(name: str, names: Sequence[str], colours: Sequence[str]) -> list[alt.SchemaBase]:
-    """Colours by name; a row whose `out` is true has a mark that is not filled."""
-    fill = alt.Fill(f"{name}:N", scale=alt.Scale(domain=list(names), range=list(colours)), legend=None)
-    opacity = alt.FillOpacity("out:N", scale=alt.Scale(domain=[False, True], range=[1, 0]), legend=None)
-    return [by_name(name, names, colours), fill, opacity]
+def dots(rows: Sequence[Row], area: int, *encoding: alt.SchemaBase) -> list[alt.Chart]:
+    """Points; those whose `out` is true are hollow: their value is beyond the end of an axis."""
+    kinds = {"datum.out": [row for row in rows if row["out"]], "!datum.out": [row for row in rows if not row["out"]]}
+    return [
+        alt.Chart()
+        .mark_point(size=area, opacity=0.9, filled=chosen != "datum.out")
+        .transform_filter(chosen)
+        .encode(*encoding)
+        for chosen, found in kinds.items()
+        if found  # a layer without a mark has no extent, and Vega complains
+    ]
 
 
 def inline(rows: Sequence[Row]) -> alt.Data:

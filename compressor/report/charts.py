@@ -166,14 +166,14 @@ def draw_ranges(rows: Sequence[Row], axis: str, seen: Sequence[str]) -> alt.Laye
     placed = clean_rows(({"place": place, **row} for place, row in enumerate(rows)))
     values = [0.0, *(row[key] for row in placed for key in ("value", "low", "high", "limit") if row[key] is not None)]
     span = max(values) - min(values) or 1.0
-    scale = alt.Scale(domain=[min(values) - 0.02 * span, max(values) + 0.04 * span], nice=False)
+    scale = alt.Scale(domain=[min(values), max(values) + 0.04 * span], nice=False)
     x = alt.X("value:Q", title=axis, scale=scale, axis=alt.Axis(tickCount=6))
     y = alt.Y("place:O", axis=None, scale=alt.Scale(padding=0))
     colour = by_name("state", seen, [STATES[word] for word in seen])
     base = alt.Chart()
     layers = [
-        base.mark_rule(color=DIM).encode(x=alt.datum(0)),
-        base.mark_text(align="left", baseline="top", dy=-20).encode(y=y, x=alt.value(2), text="name:N"),
+        base.mark_rule(color=DIM, opacity=0.6).encode(x=alt.datum(0)),
+        base.mark_text(align="left", baseline="top", dy=-20).encode(y=y, x=alt.value(5), text="name:N"),
         base.mark_rule(strokeWidth=3, opacity=0.55, yOffset=7).encode(alt.X("low:Q"), y, alt.X2("high:Q"), colour),
         base.mark_tick(orient="vertical", thickness=4, height=20, color=INK, yOffset=7).encode(alt.X("limit:Q"), y),
         base.mark_point(size=80, opacity=1, yOffset=7).encode(x, y, colour),
@@ -211,7 +211,7 @@ def agreement(record: Record) -> Chart | None:
         f"beyond the end of an axis. {measured_on(record)}"
     )
     told = "measured against predicted rise of the loss, one dot per block"
-    return finish("agreement", "Predicted against measured", caption, told, draw_scatter(found, x, y, None, ends))
+    return finish("agreement", "Predicted against measured", caption, told, draw_scatter(found, x, y, False, ends))
 
 
 def bands(name: str, title: str, found: Sequence[Band], record: Record) -> Chart | None:
@@ -231,7 +231,7 @@ def bands(name: str, title: str, found: Sequence[Band], record: Record) -> Chart
     layers = [
         base.mark_bar(height=9, yOffset=8).encode(x, y, colours),
         base.mark_rule(color=DIM).encode(x=alt.datum(0)),
-        base.mark_text(align="left", dy=-6).encode(y=y, x=alt.value(2), text="name:N"),
+        base.mark_text(align="left", dy=-6).encode(y=y, x=alt.value(5), text="name:N"),
         base.mark_text(align="right", dy=-6).encode(y=y, x=alt.value("width"), text="said:N"),
         base.mark_bar(opacity=0).encode(y=y, x=alt.value(0), x2=alt.value("width"), tooltip="note:N"),
     ]
