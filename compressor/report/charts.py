@@ -62,7 +62,7 @@ def blocks(record: Record) -> Chart | None:
     if not rows:
         return None
     costs = cost_rows(record) if record.perplexity is None else []
-    lower = draw_costs(costs, height=130) if costs else draw_parameters(rows)
+    lower = draw_costs(costs, height=130, legend=False) if costs else draw_parameters(rows)
     if costs and record.swap:
         under = (
             f"the rise in perplexity (from {num(record.swap.baseline)}) when this block alone becomes its linear map; "
@@ -172,7 +172,7 @@ def draw_ranges(rows: Sequence[Row], axis: str, seen: Sequence[str]) -> alt.Laye
     colour = by_name("state", seen, [STATES[word] for word in seen])
     base = alt.Chart()
     layers = [
-        base.mark_rule(color=DIM, opacity=0.6).encode(x=alt.datum(0)),
+        base.mark_tick(orient="vertical", thickness=1, height=24, color=DIM, yOffset=7).encode(y=y, x=alt.datum(0)),
         base.mark_text(align="left", baseline="top", dy=-20).encode(y=y, x=alt.value(5), text="name:N"),
         base.mark_rule(strokeWidth=3, opacity=0.55, yOffset=7).encode(alt.X("low:Q"), y, alt.X2("high:Q"), colour),
         base.mark_tick(orient="vertical", thickness=4, height=20, color=INK, yOffset=7).encode(alt.X("limit:Q"), y),
@@ -251,8 +251,8 @@ def position(record: Record) -> Chart | None:
     return bands("position", "Loss by position in the window", record.where.position, record) if record.where else None
 
 
-def frontier(points: Sequence[FrontierPoint], name: str, model: str, seq_len: int) -> Chart | None:
-    """Parameters and FLOPs removed against the rise in perplexity, for each budget."""
+def frontier(points: Sequence[FrontierPoint], name: str, model: str, seq_len: int) -> Chart:
+    """Parameters and FLOPs removed against the rise in perplexity, for each budget; empty where no plan was found."""
     rows, names = [], ("parameters", "FLOPs per token")
     for point in points:
         if point.removed and point.texts:
@@ -267,9 +267,8 @@ def frontier(points: Sequence[FrontierPoint], name: str, model: str, seq_len: in
             if point.flops_ratio:
                 rows.append({"x": 100 * (1 - 1 / point.flops_ratio), "series": names[1], "label": "", **row})
     found = clean_rows(rows, "x", "y")
-    if not found:
-        return None
-    x, y = alt.X("x:Q", title="removed, %"), alt.Y("y:Q", title="ΔPPL")
+    scale = alt.Scale() if found else alt.Scale(domain=[0, 1])
+    x, y = alt.X("x:Q", title="removed, %", scale=scale), alt.Y("y:Q", title="ΔPPL", scale=scale)
     colour, base = by_name("series", names), alt.Chart()
     dash = alt.StrokeDash("series:N", scale=alt.Scale(domain=names, range=[[1, 0], [6, 3]]), legend=None)
     layers = [
@@ -286,8 +285,7 @@ def frontier(points: Sequence[FrontierPoint], name: str, model: str, seq_len: in
 
 def draw_frontier(points: Sequence[FrontierPoint], out: Path, model: str, seq_len: int) -> list[str]:
     """The frontier of a plan, next to the plan's file. Returns the paths of the files."""
-    chart = frontier(points, out.stem, model, seq_len)
-    return write(chart, out.with_suffix("")) if chart else []
+    return write(frontier(points, out.stem, model, seq_len), out.with_suffix(""))
 
 
 PROFILE: tuple[Callable[[Record], Chart | None], ...] = (

@@ -191,13 +191,14 @@ def cost_rows(record: Record) -> list[Row]:
     return found
 
 
-def draw_costs(rows: Sequence[Row], height: int) -> alt.LayerChart:
+def draw_costs(rows: Sequence[Row], height: int, legend: bool = True) -> alt.LayerChart:
     values = [row[key] for row in rows for key in ("delta", "low", "high") if row[key] is not None]
     ends = (min(values), 1.2 * max(values))
     scale = fixed(ends, log=True)
     y = alt.Y("delta:Q", title="ΔPPL alone", scale=scale, axis=log_axis(ends))
     seen = [word for word in VERDICTS if any(row["verdict"] == word for row in rows)]
     colour = by_name("verdict", seen, [VERDICTS[word] for word in seen])
+    colour = colour if legend else colour.legend(None)
     x, base = block_axis(), alt.Chart()
     layers = [
         base.mark_rule(strokeWidth=2, opacity=0.6).encode(x, alt.Y("low:Q", scale=scale), alt.Y2("high:Q"), colour),
@@ -248,7 +249,7 @@ def regimes(record: Record) -> Chart | None:
             "out": False,
         }
         rows.append({"x": b.r2_lin, "y": b.r2_median, "size": b.effective_rank, "note": note, **about})
-    found = clean_rows(rows, "x", "y", "size")
+    found = sorted(clean_rows(rows, "x", "y", "size"), key=lambda row: str(row["kind"]))  # unsafe ones above all others
     if not found:
         return None
     caption = (
