@@ -19,6 +19,7 @@ from compressor.report.chart_style import (
     SAFE,
     SERIES,
     UNSAFE,
+    WIDTH,
     Chart,
     Row,
     block_axis,
@@ -127,7 +128,7 @@ def budgets(record: Record) -> Chart | None:
     tasks = []
     for name, task in record.tasks.items():
         figures = f"{num(task.source)} → {num(task.compressed)}"
-        ends: Row = {"value": task.drop, "low": task.drop_ci95[0], "high": task.drop_ci95[1], "limit": task.max_drop}
+        ends: Row = {"value": task.drop, "low": task.drop_ci95[0], "high": task.drop_ci95[1], "budget": task.max_drop}
         note = f"{name} {task.metric}: {figures}\n{num(task.documents)} documents, {num(task.changed)} answers changed"
         tasks.append({"name": f"{name}, {task.metric}: {figures}", "state": state(task.passed), "note": note, **ends})
     seen = [word for word in STATES if any(row["state"] == word for row in (*texts, *tasks))]
@@ -157,14 +158,14 @@ def describe_text(name: str, found: PerplexityChange, limit: float, passed: bool
     figures = f"{num(found.baseline)} → {num(found.compressed)}"
     note = f"perplexity of {name}: {figures}\n{num(found.delta, '+')} ({interval(found.delta_ci95)})"
     note += f", budget {num(limit, '+')}"
-    ends: Row = {"value": found.delta, "low": found.delta_ci95[0], "high": found.delta_ci95[1], "limit": limit}
+    ends: Row = {"value": found.delta, "low": found.delta_ci95[0], "high": found.delta_ci95[1], "budget": limit}
     return {"name": f"perplexity, {name}: {figures}", "state": state(passed), "note": note, **ends}
 
 
 def draw_ranges(rows: Sequence[Row], axis: str, seen: Sequence[str]) -> alt.LayerChart:
     """A line for each row: its name above the mark, its interval and its budget."""
     placed = clean_rows(({"place": place, **row} for place, row in enumerate(rows)))
-    values = [0.0, *(row[key] for row in placed for key in ("value", "low", "high", "limit") if row[key] is not None)]
+    values = [0.0, *(row[key] for row in placed for key in ("value", "low", "high", "budget") if row[key] is not None)]
     span = max(values) - min(values) or 1.0
     scale = alt.Scale(domain=[min(values), max(values) + 0.04 * span], nice=False)
     x = alt.X("value:Q", title=axis, scale=scale, axis=alt.Axis(tickCount=6))
@@ -173,9 +174,9 @@ def draw_ranges(rows: Sequence[Row], axis: str, seen: Sequence[str]) -> alt.Laye
     base = alt.Chart()
     layers = [
         base.mark_tick(orient="vertical", thickness=1, height=24, color=DIM, yOffset=7).encode(y=y, x=alt.datum(0)),
-        base.mark_text(align="left", baseline="top", dy=-20).encode(y=y, x=alt.value(5), text="name:N"),
+        base.mark_text(align="left", baseline="top", dy=-20, limit=WIDTH).encode(y=y, x=alt.value(5), text="name:N"),
         base.mark_rule(strokeWidth=3, opacity=0.55, yOffset=7).encode(alt.X("low:Q"), y, alt.X2("high:Q"), colour),
-        base.mark_tick(orient="vertical", thickness=4, height=20, color=INK, yOffset=7).encode(alt.X("limit:Q"), y),
+        base.mark_tick(orient="vertical", thickness=4, height=20, color=INK, yOffset=7).encode(alt.X("budget:Q"), y),
         base.mark_point(size=80, opacity=1, yOffset=7).encode(x, y, colour),
         base.mark_bar(opacity=0).encode(y=y, x=alt.value(0), x2=alt.value("width"), tooltip="note:N"),
     ]
@@ -231,7 +232,7 @@ def bands(name: str, title: str, found: Sequence[Band], record: Record) -> Chart
     layers = [
         base.mark_bar(height=9, yOffset=8).encode(x, y, colours),
         base.mark_rule(color=DIM).encode(x=alt.datum(0)),
-        base.mark_text(align="left", dy=-6).encode(y=y, x=alt.value(5), text="name:N"),
+        base.mark_text(align="left", dy=-6, limit=WIDTH - 80).encode(y=y, x=alt.value(5), text="name:N"),
         base.mark_text(align="right", dy=-6).encode(y=y, x=alt.value("width"), text="said:N"),
         base.mark_bar(opacity=0).encode(y=y, x=alt.value(0), x2=alt.value("width"), tooltip="note:N"),
     ]

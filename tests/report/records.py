@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from compressor.report.record import ProfileSet, Record
@@ -210,11 +211,13 @@ def hostile_profile() -> Record:
     return Record.model_validate(poison(profile_values(5)))
 
 
-def replace_figures(value: Any, figure: float) -> Any:
-    """The same values with every measured figure replaced; whole numbers stay."""
+CHOSEN = {"confidence", "learning_rate"}  # figures that a user sets
+
+
+def mix_figures(value: Any, figures: Iterator[float]) -> Any:
+    """The same values with most measured figures replaced by those that come next; whole numbers stay."""
     if isinstance(value, dict):
-        kept = {"confidence", "learning_rate"}
-        return {key: entry if key in kept else replace_figures(entry, figure) for key, entry in value.items()}
+        return {key: entry if key in CHOSEN else mix_figures(entry, figures) for key, entry in value.items()}
     if isinstance(value, list):
-        return [replace_figures(entry, figure) for entry in value]
-    return figure if isinstance(value, float) else value
+        return [mix_figures(entry, figures) for entry in value]
+    return next(figures) if isinstance(value, float) else value

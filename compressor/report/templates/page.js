@@ -11,8 +11,12 @@ const options = {
 };
 const drawn = new Map();
 
-function recolour(key, value) {
-  return dark.matches && typeof value === "string" && Object.hasOwn(darkened, value) ? darkened[value] : value;
+// A specification for this width and colour scheme: no text is longer than the plot is wide.
+function read(text, width) {
+  return JSON.parse(text, (key, value) => {
+    if (key === "limit") return Math.min(value, width - 60);
+    return dark.matches && typeof value === "string" && Object.hasOwn(darkened, value) ? darkened[value] : value;
+  });
 }
 
 async function draw(place) {
@@ -20,7 +24,7 @@ async function draw(place) {
   let width = room - 60; // the axis and the padding take about as much
   let columns;
   for (let tries = 0; room > 0 && tries < 4; tries++) {
-    const spec = JSON.parse(place.dataset.spec, recolour);
+    const spec = read(place.dataset.spec, width);
     if (columns) Object.assign(spec.config.legend, { columns, labelLimit: room - 90 });
     for (const panel of spec.vconcat ?? [spec]) panel.width = Math.max(width, 100);
     drawn.get(place)?.finalize();
