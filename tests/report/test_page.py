@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from functools import cache
 from html.parser import HTMLParser
 from itertools import cycle, pairwise
 from typing import Any
@@ -30,6 +31,11 @@ PAGES: dict[str, Callable[[], Any]] = {
     **{"assessment": assessment, "profile": profile, "profiles": profile_set},
     **{"hostile assessment": hostile_assessment, "hostile profile": hostile_profile},
 }
+
+
+@cache
+def built(name: str) -> str:
+    return page(PAGES[name]())
 
 
 class Document(HTMLParser):
@@ -78,7 +84,7 @@ def outside_of_the_script(source: str) -> str:
 
 
 def test_the_answer_and_one_picture_come_first() -> None:
-    document = read(assessment_values())
+    document = Document(built("assessment"))
     assert document.text("h1") == "tiny-model, compressed"
     assert document.text("title") == "tiny-model, compressed"
     assert document.text("p").startswith(
@@ -94,7 +100,7 @@ def test_the_answer_and_one_picture_come_first() -> None:
 
 
 def test_every_section_is_in_its_place_and_in_the_contents() -> None:
-    document = read(assessment_values())
+    document = Document(built("assessment"))
     assert document.titles() == [
         *("Against the budgets", "What it writes", "Where it loses", "Block by block"),
         *("What it costs to replace a block", "Several blocks at once", "Two regimes", "The rank ladder"),
@@ -114,7 +120,7 @@ def test_every_section_is_in_its_place_and_in_the_contents() -> None:
 
 
 def test_a_profile_opens_with_its_answer_too() -> None:
-    document = Document(page(profile()))
+    document = Document(built("profile"))
     assert document.text("h1") == "How linear is tiny-model?"
     assert document.text("p").startswith("Parameters that linear maps save, and what they cost in perplexity")
     assert "7.7 % for +0.46 (block 1)" in document.text("p")
@@ -136,7 +142,7 @@ def test_a_profile_opens_with_its_answer_too() -> None:
 
 
 def test_several_models_are_compared_and_then_told_one_by_one() -> None:
-    document = Document(page(profile_set()))
+    document = Document(built("profiles"))
     assert document.text("h1") == "How linear are tiny-model, other-model?"
     assert document.titles() == ["tiny-model", "other-model"]
     anchors = [attributes["id"] for _, attributes in document.tags if "id" in attributes]
@@ -148,7 +154,7 @@ def test_several_models_are_compared_and_then_told_one_by_one() -> None:
 
 def test_no_figure_stands_in_two_tables() -> None:
     """The checks, the texts and the tasks are one table; the windows' and bands' perplexity of rare tokens is none."""
-    document = read(assessment_values())
+    document = Document(built("assessment"))
     assert document.text("th").count("perplexity text") == 1
     assert document.text("th").count("task riddles") == 1
     assert "1,674,602" not in document.text()
@@ -158,7 +164,7 @@ def test_no_figure_stands_in_two_tables() -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_no_local_directory_is_shown(name: str) -> None:
-    assert "secret" not in page(PAGES[name]())
+    assert "secret" not in built(name)
 
 
 @pytest.mark.parametrize("model", ["C:\\secret\\tiny", "/secret/tiny/", "secret/tiny", "../secret/tiny"])
@@ -176,7 +182,7 @@ def policy_of(document: Document) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_it_loads_nothing_and_allows_one_script(name: str) -> None:
-    source = page(PAGES[name]())
+    source = built(name)
     document = Document(source)
     for tag, attributes in document.tags:
         assert tag not in {"img", "iframe", "object", "embed", "base", "form", "image", "use"}
@@ -204,7 +210,7 @@ def test_the_script_can_stand_in_a_page() -> None:
 
 @pytest.mark.parametrize("name", ["assessment", "profile", "profiles"])
 def test_it_is_a_page_for_phones_and_screen_readers(name: str) -> None:
-    source = page(PAGES[name]())
+    source = built(name)
     assert source.startswith("<!DOCTYPE html>")
     document = Document(source)
     assert document.names()[:3] == ["html", "head", "meta"]
@@ -228,7 +234,7 @@ def test_it_is_a_page_for_phones_and_screen_readers(name: str) -> None:
 
 @pytest.mark.parametrize(("calm", "attacked"), [("assessment", "hostile assessment"), ("profile", "hostile profile")])
 def test_hostile_text_is_only_text(calm: str, attacked: str) -> None:
-    before, source = Document(page(PAGES[calm]())), page(PAGES[attacked]())
+    before, source = Document(built(calm)), built(attacked)
     source.encode("utf-8")
     rest = outside_of_the_script(source)
     assert SCRIPT not in rest
@@ -306,7 +312,7 @@ def test_a_failure_is_said_first_in_words_and_colour() -> None:
     assert "FAILED" in document.text("b")
     assert ("tr", {"class": "hit"}) in document.tags
     assert ("div", {"class": "answer no"}) in document.tags
-    good = read(assessment_values())
+    good = Document(built("assessment"))
     assert ("div", {"class": "answer"}) in good.tags
     assert "FAILED" not in good.text()
 
@@ -366,7 +372,7 @@ def test_a_model_that_got_better_is_said_to() -> None:
 
 
 def test_continuations_show_where_they_part() -> None:
-    document = read(assessment_values())
+    document = Document(built("assessment"))
     assert document.text("mark").startswith("there wasit rained")
     assert ("span", "a time ") in document.words
     assert "3 more continuations" in document.text("summary")
