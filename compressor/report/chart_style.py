@@ -50,16 +50,24 @@ CONFIG: dict[str, Any] = {
         "ticks": False,
     },
     "axisX": {"grid": False},
+    "axisXQuantitative": {"tickCount": 8},
     "legend": {
         **TEXT,
         "orient": "top",
         "direction": "horizontal",
         "offset": 6,
-        "labelLimit": 220,
+        "labelLimit": 300,
         "symbolSize": 60,
         "symbolOpacity": 1,
     }
-    | {"symbolOpacity": 1, "title": None, "gradientLength": 120, "gradientThickness": 8, "columns": 3},
+    | {
+        "symbolOpacity": 1,
+        "symbolStrokeWidth": 0,
+        "title": None,
+        "gradientLength": 120,
+        "gradientThickness": 8,
+        "columns": 3,
+    },
     "title": {"color": INK, "subtitleColor": DIM, "anchor": "start", "frame": "group", "offset": 12, "fontSize": 14}
     | {"subtitleFontSize": 11, "subtitlePadding": 6},
     "text": {"color": INK, "fontSize": 11},
@@ -160,7 +168,7 @@ def fixed(ends: tuple[float, float], log: bool = False) -> alt.Scale:
 
 
 def block_axis(labels: bool = True) -> alt.X:
-    axis = alt.Axis(labelAngle=0, title="block", grid=False, ticks=False) if labels else None
+    axis = alt.Axis(labelAngle=0, labelOverlap=True, title="block", grid=False, ticks=False) if labels else None
     return alt.X("index:O", axis=axis, scale=alt.Scale(paddingInner=0.25, paddingOuter=0.2))
 
 
@@ -174,16 +182,22 @@ def log_domain(values: Iterable[float]) -> tuple[float, float]:
 def log_axis(ends: tuple[float, float]) -> alt.Axis:
     """Ticks at 1, 2 and 5 times powers of ten; at the powers alone where there are many."""
     powers = range(math.floor(math.log10(ends[0])), math.ceil(math.log10(ends[1])) + 1)
-    steps = (1, 2, 5) if len(powers) <= 3 else (1,)
+    steps = (1, 2, 5) if len(powers) <= 4 else (1,)
     ticks = [float(f"{step}e{power}") for power in powers for step in steps]
     return alt.Axis(values=[tick for tick in ticks if ends[0] <= tick <= ends[1]], format="~g", labelOverlap=True)
 
 
-def hollow_outside(name: str, names: Sequence[str], colours: Sequence[str]) -> list[alt.SchemaBase]:
-    """Colours by name; a row whose `out` is true has a mark that is not filled."""
-    fill = alt.Fill(f"{name}:N", scale=alt.Scale(domain=list(names), range=list(colours)), legend=None)
-    opacity = alt.FillOpacity("out:N", scale=alt.Scale(domain=[False, True], range=[1, 0]), legend=None)
-    return [by_name(name, names, colours), fill, opacity]
+def dots(rows: Sequence[Row], area: int, *encoding: alt.SchemaBase) -> list[alt.Chart]:
+    """Points; those whose `out` is true are hollow: their value is beyond the end of an axis."""
+    kinds = {"datum.out": [row for row in rows if row["out"]], "!datum.out": [row for row in rows if not row["out"]]}
+    return [
+        alt.Chart()
+        .mark_point(size=area, opacity=0.9, filled=chosen != "datum.out")
+        .transform_filter(chosen)
+        .encode(*encoding)
+        for chosen, found in kinds.items()
+        if found  # a layer without a mark has no extent, and Vega complains
+    ]
 
 
 def inline(rows: Sequence[Row]) -> alt.Data:

@@ -19,6 +19,7 @@ from compressor.report.chart_style import (
     SAFE,
     SERIES,
     UNSAFE,
+    WIDTH,
     Chart,
     Row,
     block_axis,
@@ -62,7 +63,7 @@ def blocks(record: Record) -> Chart | None:
     if not rows:
         return None
     costs = cost_rows(record) if record.perplexity is None else []
-    lower = draw_costs(costs, height=130) if costs else draw_parameters(rows)
+    lower = draw_costs(costs, height=130, legend=False) if costs else draw_parameters(rows)
     if costs and record.swap:
         under = (
             f"the rise in perplexity (from {num(record.swap.baseline)}) when this block alone becomes its linear map; "
@@ -127,7 +128,7 @@ def budgets(record: Record) -> Chart | None:
     tasks = []
     for name, task in record.tasks.items():
         figures = f"{num(task.source)} → {num(task.compressed)}"
-        ends: Row = {"value": task.drop, "low": task.drop_ci95[0], "high": task.drop_ci95[1], "limit": task.max_drop}
+        ends: Row = {"value": task.drop, "low": task.drop_ci95[0], "high": task.drop_ci95[1], "budget": task.max_drop}
         note = f"{name} {task.metric}: {figures}\n{num(task.documents)} documents, {num(task.changed)} answers changed"
         tasks.append({"name": f"{name}, {task.metric}: {figures}", "state": state(task.passed), "note": note, **ends})
     seen = [word for word in STATES if any(row["state"] == word for row in (*texts, *tasks))]
@@ -157,25 +158,25 @@ def describe_text(name: str, found: PerplexityChange, limit: float, passed: bool
     figures = f"{num(found.baseline)} → {num(found.compressed)}"
     note = f"perplexity of {name}: {figures}\n{num(found.delta, '+')} ({interval(found.delta_ci95)})"
     note += f", budget {num(limit, '+')}"
-    ends: Row = {"value": found.delta, "low": found.delta_ci95[0], "high": found.delta_ci95[1], "limit": limit}
+    ends: Row = {"value": found.delta, "low": found.delta_ci95[0], "high": found.delta_ci95[1], "budget": limit}
     return {"name": f"perplexity, {name}: {figures}", "state": state(passed), "note": note, **ends}
 
 
 def draw_ranges(rows: Sequence[Row], axis: str, seen: Sequence[str]) -> alt.LayerChart:
     """A line for each row: its name above the mark, its interval and its budget."""
     placed = clean_rows(({"place": place, **row} for place, row in enumerate(rows)))
-    values = [0.0, *(row[key] for row in placed for key in ("value", "low", "high", "limit") if row[key] is not None)]
+    values = [0.0, *(row[key] for row in placed for key in ("value", "low", "high", "budget") if row[key] is not None)]
     span = max(values) - min(values) or 1.0
-    scale = alt.Scale(domain=[min(values) - 0.02 * span, max(values) + 0.04 * span], nice=False)
+    scale = alt.Scale(domain=[min(values), max(values) + 0.04 * span], nice=False)
     x = alt.X("value:Q", title=axis, scale=scale, axis=alt.Axis(tickCount=6))
     y = alt.Y("place:O", axis=None, scale=alt.Scale(padding=0))
     colour = by_name("state", seen, [STATES[word] for word in seen])
     base = alt.Chart()
     layers = [
-        base.mark_rule(color=DIM).encode(x=alt.datum(0)),
-        base.mark_text(align="left", baseline="top", dy=-20).encode(y=y, x=alt.value(2), text="name:N"),
+        base.mark_tick(orient="vertical", thickness=1, height=24, color=DIM, yOffset=7).encode(y=y, x=alt.datum(0)),
+        base.mark_text(align="left", baseline="top", dy=-20, limit=WIDTH).encode(y=y, x=alt.value(5), text="name:N"),
         base.mark_rule(strokeWidth=3, opacity=0.55, yOffset=7).encode(alt.X("low:Q"), y, alt.X2("high:Q"), colour),
-        base.mark_tick(orient="vertical", thickness=4, height=20, color=INK, yOffset=7).encode(alt.X("limit:Q"), y),
+        base.mark_tick(orient="vertical", thickness=4, height=20, color=INK, yOffset=7).encode(alt.X("budget:Q"), y),
         base.mark_point(size=80, opacity=1, yOffset=7).encode(x, y, colour),
         base.mark_bar(opacity=0).encode(y=y, x=alt.value(0), x2=alt.value("width"), tooltip="note:N"),
     ]
@@ -211,7 +212,7 @@ def agreement(record: Record) -> Chart | None:
         f"beyond the end of an axis. {measured_on(record)}"
     )
     told = "measured against predicted rise of the loss, one dot per block"
-    return finish("agreement", "Predicted against measured", caption, told, draw_scatter(found, x, y, None, ends))
+    return finish("agreement", "Predicted against measured", caption, told, draw_scatter(found, x, y, False, ends))
 
 
 def bands(name: str, title: str, found: Sequence[Band], record: Record) -> Chart | None:
@@ -231,7 +232,7 @@ def bands(name: str, title: str, found: Sequence[Band], record: Record) -> Chart
     layers = [
         base.mark_bar(height=9, yOffset=8).encode(x, y, colours),
         base.mark_rule(color=DIM).encode(x=alt.datum(0)),
-        base.mark_text(align="left", dy=-6).encode(y=y, x=alt.value(2), text="name:N"),
+        base.mark_text(align="left", dy=-6, limit=WIDTH - 80).encode(y=y, x=alt.value(5), text="name:N"),
         base.mark_text(align="right", dy=-6).encode(y=y, x=alt.value("width"), text="said:N"),
         base.mark_bar(opacity=0).encode(y=y, x=alt.value(0), x2=alt.value("width"), tooltip="note:N"),
     ]
@@ -251,8 +252,8 @@ def position(record: Record) -> Chart | None:
     return bands("position", "Loss by position in the window", record.where.position, record) if record.where else None
 
 
-def frontier(points: Sequence[FrontierPoint], name: str, model: str, seq_len: int) -> Chart | None:
-    """Parameters and FLOPs removed against the rise in perplexity, for each budget."""
+def frontier(points: Sequence[FrontierPoint], name: str, model: str, seq_len: int) -> Chart:
+    """Parameters and FLOPs removed against the rise in perplexity, for each budget; empty where no plan was found."""
     rows, names = [], ("parameters", "FLOPs per token")
     for point in points:
         if point.removed and point.texts:
@@ -267,9 +268,8 @@ def frontier(points: Sequence[FrontierPoint], name: str, model: str, seq_len: in
             if point.flops_ratio:
                 rows.append({"x": 100 * (1 - 1 / point.flops_ratio), "series": names[1], "label": "", **row})
     found = clean_rows(rows, "x", "y")
-    if not found:
-        return None
-    x, y = alt.X("x:Q", title="removed, %"), alt.Y("y:Q", title="ΔPPL")
+    scale = alt.Scale() if found else alt.Scale(domain=[0, 1])
+    x, y = alt.X("x:Q", title="removed, %", scale=scale), alt.Y("y:Q", title="ΔPPL", scale=scale)
     colour, base = by_name("series", names), alt.Chart()
     dash = alt.StrokeDash("series:N", scale=alt.Scale(domain=names, range=[[1, 0], [6, 3]]), legend=None)
     layers = [
@@ -286,8 +286,7 @@ def frontier(points: Sequence[FrontierPoint], name: str, model: str, seq_len: in
 
 def draw_frontier(points: Sequence[FrontierPoint], out: Path, model: str, seq_len: int) -> list[str]:
     """The frontier of a plan, next to the plan's file. Returns the paths of the files."""
-    chart = frontier(points, out.stem, model, seq_len)
-    return write(chart, out.with_suffix("")) if chart else []
+    return write(frontier(points, out.stem, model, seq_len), out.with_suffix(""))
 
 
 PROFILE: tuple[Callable[[Record], Chart | None], ...] = (

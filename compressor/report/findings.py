@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from compressor.report.formats import MISSING, block_numbers, last_part, num, percent
+from compressor.report.formats import MISSING, as_float, block_numbers, last_part, num, percent
 from compressor.report.record import Record
 from compressor.report.record_parts import CrossSummary, Probes, Shape, Swap, Together
 
@@ -39,7 +39,7 @@ def say_savings(record: Record) -> list[str]:
     if not known or not whole:
         return []
     gone = ", ".join(
-        f"{percent(saved / whole)} for {num(loss)} nats per token (block {index})"
+        f"{percent(as_float(saved) / as_float(whole))} for {num(loss)} nats per token (block {index})"
         for loss, saved, index in sorted(known)[:3]
     )
     return [f"Parameters that a linear map saves, and what it is predicted to cost: {gone}."]

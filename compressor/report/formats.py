@@ -9,25 +9,39 @@ from typing import Any, TypeGuard
 from compressor.report.record_parts import Replacement
 
 MISSING = "–"
+HUGE = 1e15
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+
+
+def as_float(value: float) -> float:
+    """A whole number of a stranger may be too large for one: then it is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def num(value: Any, sign: str = "", form: str = "") -> str:
-    """A whole number as it is; else three decimals, fewer for a large number, one digit for a tiny one."""
+    """A whole number as it is; else three decimals, fewer for a large number, one digit for a tiny one.
+
+    A number that nobody would read digit by digit is written with a power of ten.
+    """
     if not is_number(value):
         return MISSING if value is None or isinstance(value, float) else str(value)
-    if isinstance(value, int) and not sign:
+    if isinstance(value, int) and not sign and abs(value) < HUGE:
         return f"{value:,}"
-    size = abs(value)
+    figure = as_float(value)
+    size = abs(figure)
     usual = ".1g" if 0 < size < 0.0005 else ",.3f" if size < 100 else ",.1f" if size < 10_000 else ",.0f"
-    return format(float(value), sign + (form or usual)).replace("-", "−").replace("inf", "∞")
+    usual, form = (".2e", "") if HUGE <= size < math.inf else (usual, form)
+    return format(figure, sign + (form or usual)).replace("-", "−").replace("inf", "∞")
 
 
 def percent(value: Any, digits: int = 1) -> str:
-    return f"{num(100.0 * value, form=f'.{digits}f')} %" if is_number(value) else MISSING
+    return f"{num(100.0 * as_float(value), form=f'.{digits}f')} %" if is_number(value) else MISSING
 
 
 def interval(pair: Sequence[float] | None) -> str:

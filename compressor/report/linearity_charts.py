@@ -19,9 +19,9 @@ from compressor.report.chart_style import (
     block_axis,
     by_name,
     clean_rows,
+    dots,
     finish,
     fixed,
-    hollow_outside,
     inline,
     log_axis,
     log_domain,
@@ -36,6 +36,7 @@ from compressor.runtime.errors import shorten, visible
 
 VERDICTS = {"safe": SAFE, "costly": COSTLY, "unsafe": UNSAFE}
 R2 = "R² on held-out rows"
+DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3]]
 FEW = 12  # marks that can each have their number beside them
 
 
@@ -55,14 +56,13 @@ def draw_lines(rows: Sequence[Row], names: Sequence[str], x: alt.X, width: bool 
     y = alt.Y("y:Q", title=R2, scale=scale)
     names = [shorten(visible(name), 300) for name in names]
     colour, base = by_name("series", names), alt.Chart()
-    dash = alt.StrokeDash("series:N", scale=alt.Scale(domain=names, range=[[1, 0], [6, 3], [2, 2], [8, 3, 2, 3]]))
-    line = base.mark_line(strokeWidth=1.8).encode(x, y, colour, dash.legend(None))
-    shape = alt.Shape("series:N", scale=alt.Scale(domain=names))
-    dots = base.mark_point(size=34, opacity=1).encode(
-        x, y, colour, shape.legend(alt.Legend() if len(names) > 1 else None)
-    )
+    legend = alt.Legend() if len(names) > 1 else None
+    shape = alt.Shape("series:N", scale=alt.Scale(domain=names), legend=legend)
+    dash = alt.StrokeDash("series:N", scale=alt.Scale(domain=names, range=DASHES), legend=legend)
+    line = base.mark_line(strokeWidth=1.8).encode(x, y, colour, dash)
+    points = base.mark_point(size=34, opacity=1).encode(x, y, colour, shape)
     bands = base.mark_area(opacity=0.16).encode(x, alt.Y("low:Q", scale=scale), alt.Y2("high:Q"), colour)
-    return overlay(rows, 240, *([bands] if width else []), line, dots, marks(x=x, y=y))
+    return overlay(rows, 240, *([bands] if width else []), line, points, marks(x=x, y=y))
 
 
 def line_rows(name: str, values: Iterable[tuple[int, float]]) -> list[Row]:
@@ -191,17 +191,18 @@ def cost_rows(record: Record) -> list[Row]:
     return found
 
 
-def draw_costs(rows: Sequence[Row], height: int) -> alt.LayerChart:
+def draw_costs(rows: Sequence[Row], height: int, legend: bool = True) -> alt.LayerChart:
     values = [row[key] for row in rows for key in ("delta", "low", "high") if row[key] is not None]
     ends = (min(values), 1.2 * max(values))
     scale = fixed(ends, log=True)
     y = alt.Y("delta:Q", title="ΔPPL alone", scale=scale, axis=log_axis(ends))
     seen = [word for word in VERDICTS if any(row["verdict"] == word for row in rows)]
-    colour, *filled = hollow_outside("verdict", seen, [VERDICTS[word] for word in seen])
+    colour = by_name("verdict", seen, [VERDICTS[word] for word in seen])
+    colour = colour if legend else colour.legend(None)
     x, base = block_axis(), alt.Chart()
     layers = [
         base.mark_rule(strokeWidth=2, opacity=0.6).encode(x, alt.Y("low:Q", scale=scale), alt.Y2("high:Q"), colour),
-        base.mark_point(size=56, opacity=1, filled=False).encode(x, y, colour, *filled),
+        *dots(rows, 56, x, y, colour),
         marks(x=x, y=y),
     ]
     return overlay(rows, height, *layers)
@@ -220,9 +221,7 @@ def swap(record: Record) -> Chart | None:
     return finish("swap", "What it costs to replace a block", caption, told, draw_costs(rows, height=200))
 
 
-def draw_scatter(
-    rows: Sequence[Row], x: alt.X, y: alt.Y, size: str | None, line: Sequence[float] | None
-) -> alt.LayerChart:
+def draw_scatter(rows: Sequence[Row], x: alt.X, y: alt.Y, sized: bool, line: Sequence[float] | None) -> alt.LayerChart:
     """Dots, blocks that must not be touched in red; `line` are the ends of the line of equality."""
     base, layers = alt.Chart(), []
     if line:
@@ -231,12 +230,10 @@ def draw_scatter(
         layers.append(equal.encode(x, y))
     kinds = [kind for kind in ("blocks", "unsafe blocks") if any(row["kind"] == kind for row in rows)]
     colours = {"blocks": SERIES[0], "unsafe blocks": UNSAFE}
-    looks = hollow_outside("kind", kinds, [colours[kind] for kind in kinds])
-    encoded = base.mark_point(opacity=0.85, size=64, filled=False).encode(x, y, *looks)
-    if size:
-        encoded = encoded.encode(size=alt.Size("size:Q", scale=alt.Scale(range=[30, 500]), legend=None))
+    colour = by_name("kind", kinds, [colours[kind] for kind in kinds])
+    areas = [alt.Size("size:Q", scale=alt.Scale(range=[30, 500]), legend=None)] if sized else []
     numbers = base.mark_text(align="left", dx=7, dy=-6).encode(x, y, text="label:N")
-    layers += [encoded, numbers, marks(x=x, y=y)]
+    layers += [*dots(rows, 64, x, y, colour, *areas), numbers, marks(x=x, y=y)]
     return overlay(rows, 300, *layers)
 
 
@@ -252,7 +249,7 @@ def regimes(record: Record) -> Chart | None:
             "out": False,
         }
         rows.append({"x": b.r2_lin, "y": b.r2_median, "size": b.effective_rank, "note": note, **about})
-    found = clean_rows(rows, "x", "y", "size")
+    found = sorted(clean_rows(rows, "x", "y", "size"), key=lambda row: str(row["kind"]))  # unsafe ones above all others
     if not found:
         return None
     caption = (
@@ -265,7 +262,7 @@ def regimes(record: Record) -> Chart | None:
         alt.X("x:Q", title="R²_lin, all features together", scale=scale),
         alt.Y("y:Q", title="R² of the median feature", scale=scale),
     )
-    drawing = draw_scatter(found, x, y, "size", ends)
+    drawing = draw_scatter(found, x, y, sized=True, line=ends)
     told = "R² of the median feature against R²_lin, one dot per block"
     return finish("regimes", "Two regimes", caption, told, drawing)
 
@@ -290,7 +287,9 @@ def residual(record: Record) -> Chart | None:
     x = alt.X("x:Q", title="1 − R²_lin: what the linear map leaves", scale=alt.Scale(zero=False))
     y = alt.Y("y:Q", title="gain of the bilinear probe in R²")
     told = "gain of the bilinear probe against 1 − R²_lin, one dot per block"
-    return finish("residual", "What the residual is not", caption, told, draw_scatter(safe, x, y, None, None))
+    return finish(
+        "residual", "What the residual is not", caption, told, draw_scatter(safe, x, y, sized=False, line=None)
+    )
 
 
 def ladder(record: Record) -> Chart | None:
@@ -309,7 +308,7 @@ def ladder(record: Record) -> Chart | None:
     found = clean_rows(rows, "x", "y", "block")
     if not found:
         return None
-    dots = inline(clean_rows(reached, "x", "y"))
+    marked = inline(clean_rows(reached, "x", "y"))
     scale = fixed(r2_ends(found, "y"))
     ends = (1.0, max(2.0, *(row["x"] for row in found)))
     x = alt.X("x:Q", title="rank", scale=fixed(ends, log=True), axis=log_axis(ends))
@@ -319,9 +318,9 @@ def ladder(record: Record) -> Chart | None:
     base = alt.Chart()
     layers = [
         base.mark_line(strokeWidth=1.4).encode(x, y, colour, detail="block:N"),
-        alt.Chart(dots).mark_point(size=48, opacity=1, color=INK).encode(x, y),
+        alt.Chart(marked).mark_point(size=48, opacity=1, color=INK).encode(x, y),
         marks(x=x, y=y),
-        marks(x=x, y=y).properties(data=dots),
+        marks(x=x, y=y).properties(data=marked),
     ]
     caption = (
         "R² of the best map of each rank (reduced-rank regression); the dots mark the rank that reaches 99 % of "

@@ -108,6 +108,16 @@ class Model:
     def name(self) -> str:
         return last_part(self.record.source.model)
 
+    @property
+    def answer(self) -> list[str]:
+        """What can be saved, and what must not be touched; what stands between is a finding."""
+        first, *_, last = answer(self.record)
+        return [first, last]
+
+    @property
+    def findings(self) -> list[str]:
+        return [*answer(self.record)[1:-1], *list_findings(self.record)]
+
 
 def page(record: Record | ProfileSet) -> str:
     """The whole document."""
@@ -173,8 +183,7 @@ def environment() -> Environment:
         **{"replacement": name_replacement, "around": text_around, "split": split_sample},
     }
     found.filters |= filters
-    found.globals |= {"answer_of": answer, "findings_of": list_findings, "outlier_blocks": outlier_blocks}
-    found.globals |= {"change": show_change}
+    found.globals |= {"outlier_blocks": outlier_blocks, "change": show_change}
     return found
 
 

@@ -83,8 +83,8 @@ def test_short_memory_keeps_no_neurons_and_says_so(
         available = int(5 * 8 * (2 * WIDTH) ** 2 / 0.8) + 8
 
     monkeypatch.setattr("psutil.virtual_memory", Memory)
-    statistics = open_store(tiny_model("gpt2"), random_text(), RunContext(progress=Progress(visible=True)))
-    assert set(statistics.neurons.values()) == {None}
+    store = open_store(tiny_model("gpt2"), random_text(), RunContext(progress=Progress(visible=True)))
+    assert set(store.neurons.values()) == {None}
     assert "memory is short" in capsys.readouterr().err
 
 
@@ -94,10 +94,10 @@ def test_a_place_without_a_cache_is_gone_with_its_owner(monkeypatch: pytest.Monk
     stale = tmp_path / ".compressor-scratch-abcdefgh"
     stale.mkdir()
     (stale / "lock").touch()
-    statistics = open_store(tiny_model("gpt2"), random_text(), RunContext())
-    assert statistics.cache.directory is not None
-    assert list(tmp_path.iterdir()) == [statistics.cache.directory]
-    assert statistics.cache.directory != stale
-    del statistics
+    store = open_store(tiny_model("gpt2"), random_text(), RunContext())
+    assert store.cache.directory is not None
+    assert list(tmp_path.iterdir()) == [store.cache.directory]
+    assert store.cache.directory != stale
+    del store
     gc.collect()
     assert list(tmp_path.iterdir()) == []

@@ -85,9 +85,9 @@ def test_a_pass_that_was_killed_goes_on_at_the_layer_where_it_was_kept(
     def do(cache: Cache) -> list[torch.Tensor]:
         if work == "measure":
             return [p.linear.weight for p in measure(model, text, RunContext(cache=cache)).blocks]
-        statistics = open_store(model, text, RunContext(cache=cache))
-        statistics.candidates()
-        return [statistics.moments(block.index).xx for block in blocks]
+        store = open_store(model, text, RunContext(cache=cache))
+        store.candidates()
+        return [store.moments(block.index).xx for block in blocks]
 
     whole, expected = runs_of(model, blocks, lambda: do(Cache(tmp_path / "whole", Progress())))
     dying = Dying(tmp_path / "killed", Progress())
@@ -108,13 +108,13 @@ def test_gradients_that_another_run_dropped_are_found_again(tmp_path: Path) -> N
     model, text = tiny_model("llama"), random_text()
     cache = Cache(tmp_path, Progress())
     first = open_store(model, text, RunContext(cache=Cache(None, Progress()))).candidates()
-    statistics = open_store(model, text, RunContext(cache=cache))
-    statistics.find_gradients(statistics.blocks)
-    cache.drop(statistics.key(statistics.blocks[1], "gradients"))
-    again = statistics.candidates()
+    store = open_store(model, text, RunContext(cache=cache))
+    store.find_gradients(store.blocks)
+    cache.drop(store.key("gradients", store.blocks[1]))
+    again = store.candidates()
     assert all(torch.equal(first[i].metric, again[i].metric) for i in first)
     entries = {file.name for file in tmp_path.iterdir()}
-    assert len(entries) == 2 * len(statistics.blocks)  # moments and surveys: what only an unfinished one needs is gone
+    assert len(entries) == 2 * len(store.blocks)  # moments and surveys: what only an unfinished one needs is gone
 
 
 def test_a_disk_that_holds_no_more_ends_the_survey_at_once(tmp_path: Path) -> None:

@@ -1,34 +1,51 @@
-"""Pages in a real browser: nothing fails or is fetched, and what is drawn answers to pointer, finger and keyboard."""
+"""Pages in a real browser: nothing fails or is fetched, charts are drawn, tell their figures and fit the screen."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from itertools import combinations
+from collections.abc import Callable, Iterator
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
-from compressor.report.markup import Html, e, table
-from compressor.report.plots import CSS as PLOT_CSS
-from compressor.report.plots import SCRIPT, plot
-from test_page import full, hostile
+from report.records import (
+    assessment,
+    assessment_values,
+    hostile_assessment,
+    hostile_profile,
+    mix_figures,
+    profile,
+    profile_set,
+    profile_values,
+)
 
-from compressor.report.charts import Axis, Chart, Point, Series
-from compressor.report.page import CSS, POLICY, page
+from compressor.report.chart_style import DARK
+from compressor.report.page import page
+from compressor.report.record import Record
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Locator, Page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"),
     *("--disable-sync", "--no-first-run", "--disable-quic"),
 ]
-WIDE, PHONE = {"width": 1000, "height": 800}, {"width": 360, "height": 740}
-BOXES = "(all) => all.map((one) => one.getBoundingClientRect().toJSON()).filter((box) => box.width > 0)"
+WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+BROKEN = (0.3, float("nan"), float("inf"), 1e308, -1e308, 5e-324, 0.7)
+RECORDS: dict[str, Callable[[], Any]] = {
+    "seven": assessment,
+    "thirty": lambda: assessment(30),
+    "profile": profile,
+    "profiles": profile_set,
+    "hostile": hostile_assessment,
+    "hostile profile": hostile_profile,
+    "broken": lambda: Record.model_validate(mix_figures(assessment_values(), cycle(BROKEN))),
+    "broken profile": lambda: Record.model_validate(mix_figures(profile_values(5), cycle(BROKEN))),
+}
 
 
 def without(reason: str) -> NoReturn:
@@ -53,61 +70,20 @@ def browser() -> Iterator[Browser]:
         opened.close()
 
 
-def charts() -> list[Chart]:
-    """One of each kind."""
-    blocks = range(30)
-    rank = Axis("rank", log=True, whole=True)
-    nats = Axis("damage, nats per token", log=True)
-    profile = [
-        Series("held out", tuple(Point(k, 0.9 - k / 90, 0.85 - k / 90, 0.95 - k / 90, block=k) for k in blocks)),
-        Series(
-            "stream", tuple(Point(k, 0.7 - k / 99, note=f"stream of block {k}", block=k) for k in blocks), dashed=True
-        ),
-    ]
-    bars = Series("bias only", tuple(Point(k, 0.001 * (k + 1), 0.0005, 0.05, block=k) for k in blocks), "bars")
-    scatter = [
-        Series(
-            "blocks", tuple(Point(k / 30, 0.01 * (k + 1), size=k, label=str(k), block=k) for k in range(28)), "dots"
-        ),
-        Series("unsafe", (Point(0.95, 1, size=9, label="block 28", block=28),), "dots", alarm=True),
-    ]
-    ladder = [
-        Series(f"block {b}", tuple(Point(r, (b + 1) / r, block=b) for r in (1, 4, 36, 144, 576)), shade=b / 29)
-        for b in blocks
-    ]
-    overlay = [Series(f"plan {k}", tuple(Point(x, x**k) for x in range(9))) for k in (1, 2, 3)]
-    return [
-        Chart("profile", "Depth profile", Axis("block", whole=True), Axis("R²"), tuple(profile), caption="Bands."),
-        Chart("bars", "Bars", Axis("block", whole=True), nats, (bars,)),
-        Chart("scatter", "Scatter", Axis("R²"), nats, tuple(scatter), diagonal=True),
-        Chart("ladder", "Ladder", rank, nats, tuple(ladder), shades=("block 0", "block 29")),
-        Chart("overlay", "Overlay", Axis("removed, %"), Axis("ΔPPL"), tuple(overlay)),
-    ]
-
-
-def helper() -> str:
-    rows = table("Blocks", "blocks", [{"index": k, "r2_lin": 0.5} for k in range(30)])
-    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    meta += f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><link rel="icon" href="data:,">'
-    head = e("head", Html(meta), e("title", "charts"), e("style", Html(CSS + PLOT_CSS)))
-    body = e("body", e("main", *map(plot, charts()), rows), e("script", Html(SCRIPT)))
-    return f"<!DOCTYPE html>\n{e('html', head, body, lang='en')}\n"
-
-
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory, profiled: Path, compressed: Path) -> dict[str, Path]:
-    """Pages made from records, and those that a profile and a whole job really wrote."""
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("pages")
-    made = {name: directory / f"{name}.html" for name in ("report", "hostile", "charts")}
-    for file, text in zip(made.values(), (page(full()), page(hostile()), helper()), strict=True):
-        file.write_text(text, encoding="utf-8")
-    return {**made, "profile": profiled / "report.html", "job": compressed / "report.html"}
+    found = {name: directory / f"{name}.html" for name in RECORDS}
+    for name, file in found.items():
+        file.write_text(page(RECORDS[name]()), encoding="utf-8")
+    return found
 
 
 class Opened:
-    """A page in the browser, and everything that it said and asked for."""
+    """A page in the browser with its charts drawn, and everything that it said and asked for."""
 
     def __init__(self, browser: Browser, file: Path, **how: Any) -> None:
+        self.file = file
         self.context = browser.new_context(**{"viewport": WIDE, **how})
         self.page: Page = self.context.new_page()
         self.said: list[str] = []
@@ -116,180 +92,140 @@ class Opened:
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.goto(file.as_uri())
+        self.page.wait_for_selector("body[data-drawn]", timeout=30_000)
 
-    def area(self, index: int) -> Any:
-        found = self.page.locator(".area > svg").nth(index)
-        found.scroll_into_view_if_needed()
-        return found
-
-    def point_at(self, index: int, x: float, y: float) -> None:
-        """Move the pointer to a place of a plot, as shares from its top left corner."""
-        box = self.area(index).bounding_box()
-        self.page.mouse.move(box["x"] + x * box["width"], box["y"] + y * box["height"])
+    def charts(self) -> list[Locator]:
+        return self.page.locator(".chart").all()
 
     def tip(self) -> str:
-        tip = self.page.locator(".tip")
-        return tip.inner_text() if tip.is_visible() else ""
+        shown = self.page.locator(".vg-tooltip.visible")
+        return shown.inner_text() if shown.count() else ""
 
-    def lit(self) -> set[str | None]:
-        return {one.get_attribute("data-block") for one in self.page.locator(".lit").all()}
+    def close(self) -> None:
+        """Whatever a test did, the page asked for itself alone and complained about nothing."""
+        self.context.close()
+        assert self.asked == [self.file.as_uri()]
+        assert self.said == []
+
+
+Open = Callable[..., Opened]
 
 
 @pytest.fixture
-def opened(browser: Browser, files: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[Opened]:
-    how = dict(getattr(request, "param", {}))
-    found = Opened(browser, files[how.pop("file", "charts")], **how)
-    yield found
-    assert [line for line in found.said if not line.startswith(("log", "info", "debug"))] == []
-    assert {url for url in found.asked if not url.startswith("data:")} == {found.page.url}
-    found.context.close()
+def visit(browser: Browser, files: dict[str, Path]) -> Iterator[Open]:
+    """Open one of the pages."""
+    opened: list[Opened] = []
+
+    def run(name: str, **how: Any) -> Opened:
+        opened.append(Opened(browser, files[name], **how))
+        return opened[-1]
+
+    yield run
+    for one in opened:
+        one.close()
 
 
-def given(*ways: dict[str, Any]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("opened", ways, indirect=True, ids=lambda how: "-".join(map(str, how.values()))[:30])
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
+@pytest.mark.parametrize("name", RECORDS)
+def test_every_chart_is_drawn_and_fits(visit: Open, name: str, size: Any) -> None:
+    opened = visit(name, viewport=size)
+    assert opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert opened.charts()
+    for chart in opened.charts():
+        room, box = chart.bounding_box(), chart.locator("svg").bounding_box()
+        assert room
+        assert box
+        assert abs(box["width"] - room["width"]) < 3
+        assert box["height"] > 60
+        shapes = chart.locator("svg path[d], svg line, svg text").count()
+        assert shapes > 4
+        drawn = chart.locator("svg").inner_html()
+        assert "NaN" not in drawn
+        assert "Infinity" not in drawn
 
 
-@given({"file": "report"}, {"file": "hostile"}, {"file": "charts"}, {"file": "charts", "java_script_enabled": False})
-def test_every_figure_is_there(opened: Opened) -> None:
-    figures = opened.page.locator("figure.plot")
-    # On the hostile page one block's number is words: it has no place over depth.
-    wanted = {"charts": [60, 30, 29, 150, 27], "report": [4, 3], "hostile": [2, 3]}[Path(opened.page.url).stem]
-    assert figures.count() == len(wanted)
-    for figure, count in zip(figures.all(), wanted, strict=True):
-        assert len(figure.locator(".mark[data-at]").all()) == count
-        boxes = figure.locator(".mark[data-at]:not(.ghost) > *, rect.mark, .line").evaluate_all(BOXES)
-        assert boxes
+@pytest.mark.parametrize("name", ["seven", "thirty", "profile"])
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
+def test_the_answer_and_the_first_picture_are_on_the_first_screen(visit: Open, name: str, size: Any) -> None:
+    opened = visit(name, viewport=size)
+    box = opened.charts()[0].bounding_box()
+    assert box
+    assert box["y"] + box["height"] <= size["height"]
+    answer = opened.page.locator(".answer").bounding_box()
+    assert answer
+    assert answer["y"] < box["y"]
 
 
-@given({"file": "profile"}, {"file": "job"}, {"file": "profile", "java_script_enabled": False})
-def test_a_real_report_shows_its_plots(opened: Opened) -> None:
-    """Nothing is said on the console, nothing is asked for (see `opened`), and every plot has marks."""
-    figures = opened.page.locator("figure.plot")
-    assert figures.count() >= (8 if opened.page.title().startswith("How linear") else 5)
-    for figure in figures.all():
-        assert figure.locator(".mark[data-at]").count() >= 3
-        assert figure.locator("figcaption").inner_text()
-    assert opened.page.locator("h1").count() == 1
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
+def test_names_of_blocks_do_not_overlap(visit: Open, size: Any) -> None:
+    opened = visit("thirty", viewport=size)
+    boxes = (
+        opened.charts()[0]
+        .locator(".role-axis-label text")
+        .evaluate_all(
+            "(all) => all.filter((one) => /^\\d+$/.test(one.textContent) && +getComputedStyle(one).opacity > 0)"
+            ".map((one) => one.getBoundingClientRect().toJSON())"
+        )
+    )
+    bottom = max(box["top"] for box in boxes)
+    row = sorted((box for box in boxes if abs(box["top"] - bottom) < 2), key=lambda box: box["left"])
+    assert len(row) >= 8
+    assert all(one["right"] <= two["left"] for one, two in pairwise(row))
 
 
-@given({"file": "charts", "java_script_enabled": False})
-def test_without_script_the_marks_tell_by_themselves(opened: Opened) -> None:
-    assert "stream of block 7" in opened.page.locator("figure").first.locator("title").all_text_contents()
-
-
-def test_hovering_tells_about_the_nearest_mark(opened: Opened) -> None:
-    opened.point_at(0, 0.51, 0.99)
-    assert opened.tip() == "stream of block 15"
-    opened.point_at(0, 0.51, 0.01)
-    assert opened.tip() == "held out\nblock: 15\nR²: 0.7333 (0.6833 … 0.7833)"
-    tip, view = opened.page.locator(".tip").bounding_box(), opened.page.viewport_size
+def test_hovering_tells_the_figures(visit: Open) -> None:
+    opened = visit("seven")
+    bar = opened.charts()[0].locator(".mark-rect path").nth(7)  # after, of block 0
+    bar.hover()
+    assert opened.tip().startswith("block 0 · costly\nR²_lin 0.811")
+    assert "parameters 295,872 → 166,464" in opened.tip()
+    tip, view = opened.page.locator(".vg-tooltip").bounding_box(), opened.page.viewport_size
     assert tip
     assert view
-    assert tip["x"] >= 0
-    assert tip["x"] + tip["width"] <= view["width"]
+    assert 0 <= tip["x"] <= tip["x"] + tip["width"] <= view["width"]
     opened.page.mouse.move(2, 2)
     assert opened.tip() == ""
 
 
-def test_dots_are_told_only_from_near(opened: Opened) -> None:
-    mark = opened.page.locator("[data-kind=dots][data-block='28']")
-    mark.scroll_into_view_if_needed()
-    opened.point_at(2, *(float(part) / 100 for part in str(mark.get_attribute("data-at")).split()))
-    assert opened.tip().startswith("unsafe\nR²: 0.95\n")
-    opened.point_at(2, 0.99, 0.99)
-    assert opened.tip() == ""
-
-
-def test_a_block_is_lit_everywhere(opened: Opened) -> None:
-    opened.point_at(0, 0.02, 0.5)
-    assert opened.lit() == {"0"}
-    assert opened.page.locator("tr.lit").count() == 1
-    assert opened.page.locator("figure:has(.lit)").count() == 4
-    assert opened.page.locator(".line.lit").count() == 1
-    opened.page.keyboard.press("Escape")
-    assert opened.lit() == set()
-    assert opened.tip() == ""
-    opened.page.locator("tr[data-block='7']").hover()
-    assert opened.lit() == {"7"}
-
-
-def test_a_button_of_the_legend_hides_its_series(opened: Opened) -> None:
-    button = opened.page.get_by_role("button", name="stream")
-    lines = opened.page.locator("figure").first.locator("svg [data-series='1'] .line")
-    assert lines.is_visible()
-    button.click()
-    assert button.get_attribute("aria-pressed") == "false"
-    assert not lines.is_visible()
-    opened.point_at(0, 0.5, 0.99)
-    assert opened.tip().startswith("held out")
-    button.focus()
-    opened.page.keyboard.press("Space")
-    assert button.get_attribute("aria-pressed") == "true"
-    assert lines.is_visible()
-
-
-def test_the_keyboard_goes_through_the_marks(opened: Opened) -> None:
-    opened.page.get_by_role("button", name="stream").focus()
-    press = opened.page.keyboard.press
-    press("Tab")
-    assert opened.tip().startswith("held out\nblock: 0\n")
-    press("ArrowRight")
-    press("ArrowRight")
-    assert opened.tip().startswith("held out\nblock: 2\n")
-    press("ArrowDown")
-    assert opened.tip() == "stream of block 2"
-    press("End")
-    assert opened.tip() == "stream of block 29"
-    press("ArrowRight")
-    press("Home")
-    assert opened.tip() == "stream of block 0"
-    press("ArrowUp")
-    press("ArrowLeft")
-    assert opened.tip().startswith("held out\nblock: 0\n")
-    outline = opened.area(0).evaluate("(one) => getComputedStyle(one).outlineStyle")
-    assert outline == "solid"
-    press("Escape")
-    assert opened.tip() == ""
-    press("Tab")
-    assert opened.lit() == {"0"}  # of the next chart
-
-
-@given({"viewport": PHONE, "has_touch": True, "is_mobile": True})
-def test_a_tap_tells_until_the_next(opened: Opened) -> None:
-    box = opened.area(0).bounding_box()
-    opened.page.touchscreen.tap(box["x"] + 3, box["y"] + box["height"] - 3)
-    assert opened.tip() == "stream of block 0"
-    tip = opened.page.locator(".tip").bounding_box()
+def test_a_tap_tells_until_the_next(visit: Open) -> None:
+    opened = visit("thirty", viewport=PHONE, has_touch=True, is_mobile=True)
+    opened.charts()[0].locator(".mark-rect path").nth(31).tap()
+    assert opened.tip().startswith("block 1 · safe")
+    tip = opened.page.locator(".vg-tooltip").bounding_box()
     assert tip
-    assert tip["x"] >= 0
-    opened.page.locator("figcaption").first.tap()
-    assert opened.tip() == ""
+    assert 0 <= tip["x"] <= tip["x"] + tip["width"] <= PHONE["width"]
 
 
-@given(
-    *(
-        {"file": file, "viewport": size}
-        for file in ("report", "hostile", "charts", "profile", "job")
-        for size in (PHONE, WIDE)
-    ),
-    {"file": "charts", "viewport": {"width": 620, "height": 700}},
-)
-def test_it_fits_and_letters_do_not_overlap(opened: Opened) -> None:
+def test_hostile_notes_are_shown_as_text(visit: Open) -> None:
+    opened = visit("hostile")
+    box = opened.charts()[1].locator("svg").bounding_box()
+    assert box
+    opened.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 45)
+    assert "<script>alert(1)</script>" in opened.tip()
+    assert opened.page.locator("script").count() == 1
+
+
+def test_tables_scroll_with_the_keyboard(visit: Open) -> None:
+    opened = visit("thirty", viewport=PHONE)
+    table = opened.page.get_by_role("region", name="Blocks", exact=True)
+    table.focus()
+    assert table.evaluate("(one) => one.scrollWidth > one.clientWidth")
+    for _ in range(3):
+        opened.page.keyboard.press("ArrowRight")
+    opened.page.wait_for_function("(one) => one.scrollLeft > 0", arg=table.element_handle())
     assert opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    for figure in opened.page.locator("figure").all():
-        boxes = figure.locator("text.tick").evaluate_all(BOXES)
-        assert len(boxes) >= 4
-        for one, two in combinations(boxes, 2):
-            beside = one["right"] <= two["left"] or two["right"] <= one["left"]
-            assert beside or one["bottom"] <= two["top"] or two["bottom"] <= one["top"], (one, two)
-        assert min(box["left"] for box in boxes) >= 0
-        assert max(box["right"] for box in boxes) <= opened.page.viewport_size["width"]  # type: ignore[index]
-        sizes = figure.locator("text").evaluate_all("(all) => all.map((one) => getComputedStyle(one).fontSize)")
-        assert set(sizes) == {"12px"}
+
+
+def test_contents_lead_to_their_section(visit: Open) -> None:
+    opened = visit("seven")
+    opened.page.get_by_role("link", name="Provenance").click()
+    assert opened.page.locator("#provenance").evaluate("(one) => one.getBoundingClientRect().top < innerHeight")
 
 
 def light(colour: str) -> float:
-    """Relative luminance of `rgb(…)`."""
+    """Relative luminance of `rgb(…)` or `#…`."""
+    if colour.startswith("#"):
+        colour = " ".join(str(int(colour[k : k + 2], 16)) for k in (1, 3, 5))
     shares = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
     red, green, blue = (s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
@@ -300,15 +236,43 @@ def contrast(one: str, two: str) -> float:
     return (lighter + 0.05) / (darker + 0.05)
 
 
-@given({"color_scheme": "dark"}, {"color_scheme": "light"})
-def test_everything_can_be_read_in_light_and_dark(opened: Opened) -> None:
+@pytest.mark.parametrize("name", ["seven", "profile"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_can_be_read_in_light_and_dark(visit: Open, name: str, scheme: str) -> None:
+    opened = visit(name, color_scheme=scheme)
     ground = opened.page.locator("body").evaluate("(one) => getComputedStyle(one).backgroundColor")
-    assert (light(ground) < 0.05) == opened.page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+    assert (light(ground) < 0.05) == (scheme == "dark")
 
     def seen(what: str, how: str) -> set[str]:
         return set(opened.page.locator(what).evaluate_all(f"(all) => all.map((one) => getComputedStyle(one).{how})"))
 
-    for letters in seen("text.tick, .label text", "fill") | seen(".up, .along, figcaption, .keys button", "color"):
-        assert contrast(letters, ground) >= 4.5
-    for mark in seen(".line", "stroke") | seen("rect.mark, svg.mark > *", "fill"):
-        assert contrast(mark, ground) >= 2.7, mark
+    for letters in seen(".chart text", "fill") | seen("figcaption, p, th, td, a, summary", "color"):
+        assert contrast(letters, ground) >= 4.5, letters
+    opaque = "(all) => all.map((one) => one.getAttribute('stroke')).filter((one) => /^(#|rgb)/.test(one))"
+    strokes = set(opened.page.locator(".mark-line path").evaluate_all(opaque))
+    for colour in strokes:
+        assert contrast(colour, ground) >= 2.5, colour
+    shades = {colour.lower() for colour in seen(".chart .background", "fill")}
+    assert all(abs(light(shade) - light(ground)) < 0.02 for shade in shades if shade.startswith("rgb("))
+
+
+def test_charts_follow_the_colour_scheme_and_the_width(visit: Open) -> None:
+    opened = visit("seven", color_scheme="light")
+    bars = opened.charts()[0].locator(".mark-rect path[aria-label]")
+    blue = bars.last.get_attribute("fill")
+    assert blue in DARK
+    opened.page.emulate_media(color_scheme="dark")
+    opened.page.wait_for_function(f"() => document.querySelector('.chart').innerHTML.includes('{DARK[blue]}')")
+    opened.page.set_viewport_size({"width": 600, "height": 900})
+    opened.page.wait_for_function("() => document.querySelector('.chart svg').getBoundingClientRect().width < 600")
+    opened.page.wait_for_timeout(1500)
+    assert opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_without_script_the_tables_are_there(browser: Browser, files: dict[str, Path]) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    opened = context.new_page()
+    opened.goto(files["seven"].as_uri())
+    assert "The charts need JavaScript" in opened.locator("body").inner_text()
+    assert opened.locator("table").count() > 3
+    context.close()

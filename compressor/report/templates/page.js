@@ -11,15 +11,21 @@ const options = {
 };
 const drawn = new Map();
 
-function recolour(key, value) {
-  return dark.matches && typeof value === "string" && Object.hasOwn(darkened, value) ? darkened[value] : value;
+// A specification for this width and colour scheme: no text is longer than the plot is wide.
+function read(text, width) {
+  return JSON.parse(text, (key, value) => {
+    if (key === "limit") return Math.min(value, width - 60);
+    return dark.matches && typeof value === "string" && Object.hasOwn(darkened, value) ? darkened[value] : value;
+  });
 }
 
 async function draw(place) {
   const room = place.clientWidth;
-  let width = room - 60;
-  for (let tries = 0; room > 0 && tries < 3; tries++) {
-    const spec = JSON.parse(place.dataset.spec, recolour);
+  let width = room - 60; // the axis and the padding take about as much
+  let columns;
+  for (let tries = 0; room > 0 && tries < 4; tries++) {
+    const spec = read(place.dataset.spec, width);
+    if (columns) Object.assign(spec.config.legend, { columns, labelLimit: room - 90 });
     for (const panel of spec.vconcat ?? [spec]) panel.width = Math.max(width, 100);
     drawn.get(place)?.finalize();
     const result = await vegaEmbed(place, spec, options);
@@ -28,7 +34,8 @@ async function draw(place) {
     result.view.addEventListener("click", (event, item) => result.view.tooltip()(null, event, item, item?.tooltip));
     const over = place.querySelector("svg").getBoundingClientRect().width - room;
     if (Math.abs(over) < 1.5) break;
-    width -= over;
+    if (over > 40 && !columns) columns = 1; // the legend is wider than the page
+    else width -= over;
   }
 }
 

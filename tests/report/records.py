@@ -1,0 +1,223 @@
+"""Records made in code: an assessment, profiles, and the same with everything that a stranger could write into them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from compressor.report.record import ProfileSet, Record
+
+SCRIPT = "<script>alert(1)</script>"
+HOSTILE = f"{SCRIPT}</script>\"' onload=alert(1) &amp; datum.x {{{{ 7*7 }}}} \x00\x1b\u202e"
+VERDICTS = ("safe", "costly", "unsafe")
+Values = dict[str, Any]
+
+
+def change(delta: float, baseline: float = 27.7301) -> Values:
+    """Perplexity before and after."""
+    ends = [delta - 0.15, delta + 0.165]
+    figures = {"baseline": baseline, "compressed": baseline + delta, "delta": delta, "delta_ci95": ends}
+    return {**figures, "delta_upper": ends[1], "tokens": 16320, "seq_len": 256}
+
+
+def make_block(index: int, count: int) -> Values:
+    """A block whose figures depend on its place; the third is an outlier block."""
+    verdict = "unsafe" if index == 2 else ("costly", "safe")[index % 2]
+    r2 = 0.9 - 0.4 * math.sin(math.pi * (index + 0.5) / count)
+    row = {"window": 3, "position": 0, "share": 0.4, "token": " the\n", "before": "Once\nupon", "after": " a time"}
+    keep, low = {"kind": "keep"}, {"kind": "hybrid", "rank": 48, "neurons": 384}
+    return {
+        **{"index": index, "path": f"transformer.h.{index}.mlp", "verdict": verdict, "reason": f"reason {index}"},
+        **{"r2_lin": r2, "r2_lin_ci95": [r2 - 0.01, r2 + 0.01], "r2_stream": r2 - 0.03, "r2_median": r2 - 0.05},
+        **{"effective_rank": 15.0 + index, "condition_number": 4590.6, "input_effective_rank": 9.9, "input_rank": 191},
+        **{
+            "top_row_share": 0.0065,
+            "top_position": 0,
+            "top_position_share": 0.9,
+            "rank_99": 84,
+            "rank_99_params": 32448,
+        },
+        **{"params_before": 295872, "params_after": 295872 if verdict == "unsafe" else 166464, "linear_params": 37056},
+        **{"predicted_dloss": 0.02 * (index + 1), "top_rows": [row] * 2, "replacement": keep if index == 2 else low},
+        "ladder": {"ranks": [0, 1, 8, 64, 192], "r2": [-0.001, 0.2 * r2, 0.6 * r2, 0.9 * r2, r2]},
+        "swap": {**change(0.4 + 0.1 * index, 20.65), "nats": 0.05},
+    }
+
+
+def common(blocks: int) -> Values:
+    """What a profile and an assessment share."""
+    split = {"source": "/secret/place/book.txt", "sha256": "ab" * 32, "tokens": 24576}
+    shape = {"lowest": 0.5, "median": 0.54, "highest": 0.97, "spread": 0.47, "mean_jump": 0.1, "largest_jump": 0.45}
+    together = [{**change(0.458, 20.65), "nats": 0.02, "blocks": [1], "removed": 258816, "removed_fraction": 0.077}]
+    together.append(
+        {**change(1.577, 20.65), "nats": 0.07, "blocks": [1, 3], "removed": 517632, "removed_fraction": 0.154}
+    )
+    swap = {"baseline": 20.65, "tokens": 4080, "seq_len": 256, "seconds": 1.02, "whole_evaluation_seconds": 0.28}
+    return {
+        "schema_version": 1,
+        "tool": {"name": "compressor", "version": "0.1.0"},
+        "environment": {"python": "3.11.7", "torch": "2.6.0", "threads": 2},
+        "source": {"model": "/secret/place/tiny-model", "model_type": "gpt2", "dtype": "float16"}
+        | {"weights_sha256": "cd" * 32},
+        "text": {"calibration": split, "selection": split, "verification": split, "seq_len": 256, "names": ["text"]},
+        "parameters": {"before": 3360192},
+        "rows": {"fitted": 19712, "held_out": 4864},
+        "blocks": [make_block(index, blocks) for index in range(blocks)],
+        "shape": {**shape, "largest_jump_after": 0, "turns": 1, "rank_correlation_with_depth": 0.14},
+        "swap": {**swap, "ratio": 0.52, "predicted_rank_correlation": 0.54, "together": together},
+        "recipe": {"seed": 7},
+        "timings": {"measure": 3.78, "total": 18.27},
+    }
+
+
+def assessment_values(blocks: int = 7) -> Values:
+    """A compressed model with everything in its record."""
+    perplexity = change(0.8087)
+    band = {"tokens": 4000, "baseline": 1e6, "compressed": 2674602.0, "delta": 1674602.0, "nats": 0.02, "share": 0.12}
+    sample = {"prompt": "Once upon", "source": " a time there was", "compressed": " a time it rained"}
+    task = {"metric": "acc", "higher_is_better": True, "source": 0.61, "compressed": 0.6, "drop": 0.01}
+    task |= {"drop_ci95": [-0.01, 0.03], "drop_upper": 0.03, "documents": 500, "changed": 14}
+    predictions = [(0, 0.2, 0.31), (1, 0.01, 0.008), (2, 0.002, -0.001)]
+    speed = {"flops_before": 7274496, "flops_after": 5881344, "flops_ratio": 1.237, "seq_len": 256}
+    speed |= {f"{name}_{when}": 299.5 for name in ("prefill", "decode") for when in ("before", "after", "ratio")}
+    return {
+        **common(blocks),
+        "parameters": {"before": 3360192, "after": 3078336, "removed": 281856, "removed_fraction": 0.08388},
+        "perplexity": perplexity,
+        "budget": {"max_dppl": 1.0, "asked": "1", "confidence": 0.95},
+        "texts": {"text": {**perplexity, "max_dppl": 1.0, "asked": "1", "passed": True}},
+        "tasks": {
+            "last_word": {**task, "data": "/secret/place/last_word.jsonl"},
+            "riddles": {**task, "max_drop": 0.05, "passed": True},
+        },
+        "generation": {
+            **{"prompts": 16, "prompt_tokens": 32, "tokens": 48, "agreement": 0.93, "same_prefix": 31.25},
+            "distinct": {"1": {"source": 0.5, "compressed": 0.49}},
+            "repetition": {"source": 0.1, "compressed": 0.12, "rise_ci95": [-0.03, 0.07]},
+            "warnings": ["it mumbles"],
+            "samples": [{**sample, "agreement": 0.9, "first_difference": 2}] * 5,
+        },
+        "where": {
+            "frequency": [
+                {**band, "band": "1–10"},
+                {**band, "band": "11–100", "delta": -0.05, "nats": -0.01, "share": -0.06},
+            ],
+            "position": [{**band, "band": "1"}],
+            "windows": [
+                {"text_name": "text", "window": 17, "baseline": 30.1, "compressed": 33.0, "nats": 12.1}
+                | {"excerpt": "It rained.", "worst": [{"token": " house", "nats": 1.9}]}
+            ],
+        },
+        "checks": [
+            {"name": "perplexity text", "passed": True, "measured": 0.9734, "limit": 1.0, "detail": "27.730 → 28.539"},
+            {"name": "baseline agreement", "passed": True, "measured": 0.93, "limit": 0.9, "detail": "as in May"},
+        ],
+        "warnings": ["the text is small"],
+        "passed": True,
+        "speed": speed,
+        "agreement": {
+            "rank_correlation": 0.94,
+            "blocks": [
+                {"index": k, "replacement": "linear", "predicted": p, "measured": m, "standard_error": 0.02}
+                for k, p, m in predictions
+            ],
+        },
+    }
+
+
+def profile_values(blocks: int = 30) -> Values:
+    """A profile with two corpora, both probes and a second model."""
+    values = common(blocks)
+    probe = {
+        "rank": 8,
+        "criterion": "L-BFGS gains less than 1e-5",
+        "pearson": 0.4,
+        "mean_gain": 0.02,
+        "largest_gain": 0.1,
+    }
+    trained = {
+        "optimiser": "Adam",
+        "steps": 1000,
+        "batch": 256,
+        "learning_rate": 0.001,
+        "mean_gap": 0.1,
+        "largest_gap": 0.2,
+    }
+    crossed = ("own", "own_on_other", "own_on_white", "other", "other_on_own", "other_on_white")
+    for block in values["blocks"]:
+        r2 = block["r2_lin"]
+        block["bilinear"] = {"r2_lin": r2, "r2_poly": r2 + 0.02, "iterations": 40, "converged": True, "gain": 0.02 * r2}
+        block["trained"] = {"r2_lin": r2, "r2": r2 - 0.1, "steps": [1000], "curve": [r2 - 0.1], "gap": 0.1}
+        cross = {name: r2 - 0.05 * place for place, name in enumerate(crossed)}
+        block["cross"] = {"index": block["index"], "other_index": block["index"], **cross}
+    figures = [{key: value for key, value in block.items() if key in FIGURES} for block in values["blocks"]]
+    other = [{**figure, "r2_lin": figure["r2_lin"] - 0.08} for figure in figures]
+    text = values["text"]["calibration"]
+    names = zip(("novels", "code"), (figures, other), strict=True)
+    return {
+        **values,
+        "probes": {"rows": 19712, "sampled": True, "bilinear": probe, "trained": trained},
+        "cross": {"source": values["source"] | {"model": "/secret/other"}, "mean": dict.fromkeys(crossed, 0.5)}
+        | {"rank_correlation": {"other_on_own, other": 0.9, "other_on_own, own": 0.1}},
+        "corpora": [{"name": n, "text": text, "blocks": blocks, "shape": values["shape"]} for n, blocks in names],
+        "corpus_agreement": [
+            {"first": "novels", "second": "code", "rank_correlation": 0.97, "largest_difference": 0.1}
+        ],
+    }
+
+
+FIGURES = {"index", "r2_lin", "r2_lin_ci95", "r2_stream", "r2_median", "effective_rank", "top_row_share"}
+
+
+def assessment(blocks: int = 7, **parts: Any) -> Record:
+    return Record.model_validate({**assessment_values(blocks), **parts})
+
+
+def profile(blocks: int = 30, **parts: Any) -> Record:
+    return Record.model_validate({**profile_values(blocks), **parts})
+
+
+def profile_set() -> ProfileSet:
+    second = profile_values(7)
+    second["source"] = {**second["source"], "model": "/secret/place/other-model"}
+    values = common(1)
+    begin = {key: values[key] for key in ("schema_version", "tool", "environment")}
+    return ProfileSet.model_validate({**begin, "profiles": [profile_values(12), second]})
+
+
+KEPT = {"verdict", "kind"}  # words from a fixed list: a record with others is refused
+
+
+def poison(value: Any, text: str = HOSTILE) -> Any:
+    """The same values with every string, and every name that a user chooses, replaced."""
+    if isinstance(value, dict):
+        return {key: entry if key in KEPT else poison(entry, text) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [poison(entry, text) for entry in value]
+    return text if isinstance(value, str) else value
+
+
+def hostile_assessment() -> Record:
+    values = poison(assessment_values())
+    for key in ("tasks", "texts", "environment", "timings"):
+        values[key] = {HOSTILE: next(iter(values[key].values()))}
+    values["generation"]["distinct"] = {HOSTILE: {"source": 0.5, "compressed": None}}
+    values["checks"].append({"name": HOSTILE, "passed": False, "measured": None, "limit": 1.0, "detail": HOSTILE})
+    return Record.model_validate(values)
+
+
+def hostile_profile() -> Record:
+    return Record.model_validate(poison(profile_values(5)))
+
+
+CHOSEN = {"confidence", "learning_rate"}  # figures that a user sets
+
+
+def mix_figures(value: Any, figures: Iterator[float]) -> Any:
+    """The same values with most measured figures replaced by those that come next; whole numbers stay."""
+    if isinstance(value, dict):
+        return {key: entry if key in CHOSEN else mix_figures(entry, figures) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [mix_figures(entry, figures) for entry in value]
+    return next(figures) if isinstance(value, float) else value
