@@ -20,7 +20,6 @@ from markupsafe import Markup
 
 from compressor.report.chart_style import DARK, VEGA_LITE, Chart
 from compressor.report.charts import charts_of
-from compressor.report.findings import answer, list_findings
 from compressor.report.formats import (
     MISSING,
     block_numbers,
@@ -33,6 +32,7 @@ from compressor.report.formats import (
 )
 from compressor.report.record import ProfileSet, Record
 from compressor.report.record_parts import Block, Sample, TopRow
+from compressor.report.summary import answer
 from compressor.runtime.errors import visible
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -116,7 +116,7 @@ class Model:
 
     @property
     def findings(self) -> list[str]:
-        return [*answer(self.record)[1:-1], *list_findings(self.record)]
+        return [*answer(self.record)[1:-1], *finding_lines(self.record)]
 
 
 def page(record: Record | ProfileSet) -> str:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from compressor.report.formats import block_numbers, last_part, num, percent
 from compressor.report.record import ProfileSet, Record, profiles_of
-from compressor.report.record_parts import CrossSummary, Probes, Together, present
+from compressor.report.record_parts import CrossSummary, Probes, Shape, Together, present
 from compressor.report.tables import make_table, notes
 
 
@@ -34,15 +34,15 @@ def answer(record: Record) -> list[str]:
 
 def predicted_savings(record: Record) -> str:
     """What the three cheapest blocks save and are predicted to cost as linear maps; empty without predictions."""
+    whole = record.parameters.before
     costs = [
-        (block.predicted_dloss, block)
+        (block.predicted_dloss, block.params_before - block.linear_params, block.index)
         for block in record.blocks
-        if block.verdict != "unsafe" and block.predicted_dloss is not None
+        if block.verdict != "unsafe" and block.predicted_dloss is not None and block.linear_params is not None
     ]
     return ", ".join(
-        f"{percent((block.params_before - present(block.linear_params)) / present(record.parameters.before))} for "
-        f"{num(cost)} nats per token (block {block.index})"
-        for cost, block in sorted(costs, key=lambda entry: entry[0])[:3]
+        f"{percent(saved / whole if whole else None)} for {num(cost)} nats per token (block {index})"
+        for cost, saved, index in sorted(costs, key=lambda entry: entry[0])[:3]
     )
 
 
@@ -51,8 +51,7 @@ def affordable(trials: Sequence[Together]) -> Sequence[Together]:
     return [trial for trial in trials if trial.delta < trial.baseline / 3] or trials[:1]
 
 
-def shape_line(record: Record) -> str:
-    shape = present(record.shape)
+def shape_line(shape: Shape) -> str:
     depth = num(shape.rank_correlation_with_depth, form=".2f")
     return (
         f"R²_lin from {num(shape.lowest)} to {num(shape.highest)} (median {num(shape.median)}); it turns "
@@ -63,12 +62,12 @@ def shape_line(record: Record) -> str:
 
 def finding_lines(record: Record) -> list[str]:
     """What the profile over depth, the trials, the corpora, the probes and the second model say, a line each."""
-    lines = [shape_line(record)]
+    lines = [shape_line(record.shape)] if record.shape else []
     if record.swap:
         lines.append(
-            f"replacing each block alone cost {record.swap.ratio:.2f} of one whole evaluation per block "
-            f"({record.swap.seconds:.0f} s for {len(record.blocks)} blocks); rank correlation with what gradients "
-            f"predict {num(record.swap.predicted_rank_correlation, form='.2f')}"
+            f"replacing each block alone cost {num(record.swap.ratio, form='.2f')} of one whole evaluation per block "
+            f"({num(record.swap.seconds, form='.0f')} s for {len(record.blocks)} blocks); rank correlation with what "
+            f"gradients predict {num(record.swap.predicted_rank_correlation, form='.2f')}"
         )
     lines += [
         f"corpora {pair.first} and {pair.second}: rank correlation of R²_lin "
@@ -101,13 +100,16 @@ def probe_lines(record: Record, probes: Probes) -> list[str]:
 
 def cross_line(cross: CrossSummary) -> str:
     """The blocks of two models, each on its own inputs, on the other's, and on white ones."""
-    mean, follows = cross.mean, cross.rank_correlation
+    own, own_on_other, own_on_white, other, other_on_own, other_on_white = (
+        num(cross.mean.get(name))
+        for name in ("own", "own_on_other", "own_on_white", "other", "other_on_own", "other_on_white")
+    )
+    its_own, this = (num(cross.rank_correlation.get(f"other_on_own, {name}"), form=".2f") for name in ("other", "own"))
     return (
-        f"cross {last_part(cross.source.model)}: mean R²_lin of own blocks on own inputs {num(mean['own'])}, on the "
-        f"other's {num(mean['own_on_other'])}, on white ones {num(mean['own_on_white'])}; of the other's blocks "
-        f"{num(mean['other'])}, {num(mean['other_on_own'])}, {num(mean['other_on_white'])}; the other's blocks on "
-        f"these inputs follow their own profile by {num(follows['other_on_own, other'], form='.2f')}, this model's "
-        f"by {num(follows['other_on_own, own'], form='.2f')} (rank correlation)"
+        f"cross {last_part(cross.source.model)}: mean R²_lin of own blocks on own inputs {own}, on the other's "
+        f"{own_on_other}, on white ones {own_on_white}; of the other's blocks {other}, {other_on_own}, "
+        f"{other_on_white}; the other's blocks on these inputs follow their own profile by {its_own}, this model's by "
+        f"{this} (rank correlation)"
     )
 
 
