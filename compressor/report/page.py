@@ -32,7 +32,7 @@ from compressor.report.formats import (
 )
 from compressor.report.record import ProfileSet, Record
 from compressor.report.record_parts import Block, Sample, TopRow
-from compressor.report.summary import answer
+from compressor.report.summary import answer, finding_lines
 from compressor.runtime.errors import visible
 
 TEMPLATES = Path(__file__).parent / "templates"
