@@ -196,9 +196,10 @@ def test_it_loads_nothing_and_allows_one_script(name: str) -> None:
     assert "@import" not in rest
     assert [attributes for tag, attributes in document.tags if tag == "script"] == [{}]
     assert "".join(data for tag, data in document.words if tag == "script") == bundle_script()
+    (style,) = (data for tag, data in document.words if tag == "style")
     assert policy_of(document) == {
         **{"default-src": "'none'", "script-src": f"'{hash_source(bundle_script())}'", "img-src": "data:"},
-        **{"style-src": "'unsafe-inline'", "base-uri": "'none'", "form-action": "'none'"},
+        **{"style-src": f"'{hash_source(style)}'", "base-uri": "'none'", "form-action": "'none'"},
     }
 
 
