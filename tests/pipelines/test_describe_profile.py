@@ -89,12 +89,12 @@ def test_outlier_rows_are_told_by_token_place_and_text() -> None:
     assert outlier.top_position_share > 0.9
     assert wild.top_position_share < 0.2
     rows = name_rows(outlier, text, Words())
-    assert {row["position"] for row in rows} == {0}
-    assert [row["share"] for row in rows] == sorted((row["share"] for row in rows), reverse=True)
-    window = text.held_out[rows[0]["window"]].tolist()
-    assert rows[0]["token"] == f" {window[0]}"
-    assert rows[0]["before"] == ""
-    assert rows[0]["after"] == "".join(f" {token}" for token in window[1:13])
+    assert {row.position for row in rows} == {0}
+    assert [row.share for row in rows] == sorted((row.share for row in rows), reverse=True)
+    window = text.held_out[rows[0].window].tolist()
+    assert rows[0].token == f" {window[0]}"
+    assert rows[0].before == ""
+    assert rows[0].after == "".join(f" {token}" for token in window[1:13])
 
 
 def test_ranks_of_the_ladder() -> None:
@@ -105,14 +105,14 @@ def test_ranks_of_the_ladder() -> None:
 
 def test_shapes() -> None:
     shape = describe_shape([0.1, 0.9, 0.8, 0.85])
-    assert shape["spread"] == pytest.approx(0.8)
-    assert shape["largest_jump"] == pytest.approx(0.8)
-    assert shape["largest_jump_after"] == 0
-    assert shape["mean_jump"] == pytest.approx(0.95 / 3)
-    assert shape["turns"] == 2
-    assert describe_shape([0.1, 0.2, 0.3])["rank_correlation_with_depth"] == pytest.approx(1)
-    assert describe_shape([0.1, 0.2, 0.3])["turns"] == 0
-    assert describe_shape([0.5])["largest_jump_after"] is None
+    assert shape.spread == pytest.approx(0.8)
+    assert shape.largest_jump == pytest.approx(0.8)
+    assert shape.largest_jump_after == 0
+    assert shape.mean_jump == pytest.approx(0.95 / 3)
+    assert shape.turns == 2
+    assert describe_shape([0.1, 0.2, 0.3]).rank_correlation_with_depth == pytest.approx(1)
+    assert describe_shape([0.1, 0.2, 0.3]).turns == 0
+    assert describe_shape([0.5]).largest_jump_after is None
 
 
 def test_pearson() -> None:
@@ -130,10 +130,10 @@ def test_corpora_that_agree_and_corpora_that_do_not() -> None:
         blocks=[replace(p, r2_lin=1 - p.r2_lin) for p in profile.blocks],
     )
     found = describe_corpora(["a", "b", "c"], [text] * 3, [profile, profile, turned])
-    agreed = {(p["first"], p["second"]): p["rank_correlation"] for p in found["corpus_agreement"]}
+    agreed = {(p.first, p.second): p.rank_correlation for p in found["corpus_agreement"]}
     assert agreed[("a", "b")] == pytest.approx(1)
     assert agreed[("a", "c")] == agreed[("b", "c")] == pytest.approx(-1)
-    assert [len(c["blocks"]) for c in found["corpora"]] == [3, 3, 3]
+    assert [len(c.blocks) for c in found["corpora"]] == [3, 3, 3]
 
 
 def block_of(**figures: Any) -> BlockProfile:
