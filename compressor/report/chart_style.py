@@ -123,7 +123,7 @@ def drawable(value: Any) -> bool:
 
 def clean_rows(rows: Iterable[Row], *needed: str) -> list[Row]:
     """The rows that have these figures, safe to draw: a figure without a place is null, text is without controls."""
-    found = []
+    cleaned = []
     for row in rows:
         if all(drawable(row[key]) for key in needed):
             safe: Row = {}
@@ -132,15 +132,15 @@ def clean_rows(rows: Iterable[Row], *needed: str) -> list[Row]:
                     safe[key] = shorten(visible(value), 300)
                 else:
                     safe[key] = value if isinstance(value, bool) or drawable(value) else None
-            found.append(safe)
-    return found
+            cleaned.append(safe)
+    return cleaned
 
 
-def finish(name: str, title: str, caption: str, told: str, drawing: alt.TopLevelMixin) -> Chart:
-    """The chart as a value; `told` says what is drawn against what."""
-    said = clean(f"{title}: {told}", 600)
+def finish(name: str, title: str, caption: str, description: str, drawing: alt.TopLevelMixin) -> Chart:
+    """The chart as a value; `description` says what is drawn against what."""
+    alt_text = clean(f"{title}: {description}", 600)
     spec = drawing.to_dict(validate=False)
-    return Chart(name, title, caption, said, {**spec, "config": CONFIG, "description": said})
+    return Chart(name, title, caption, alt_text, {**spec, "config": CONFIG, "description": alt_text})
 
 
 def marks(**encoding: Any) -> alt.Chart:
@@ -195,8 +195,8 @@ def dots(rows: Sequence[Row], area: int, *encoding: alt.SchemaBase) -> list[alt.
         .mark_point(size=area, opacity=0.9, filled=chosen != "datum.out")
         .transform_filter(chosen)
         .encode(*encoding)
-        for chosen, found in kinds.items()
-        if found  # a layer without a mark has no extent, and Vega complains
+        for chosen, chosen_rows in kinds.items()
+        if chosen_rows  # a layer without a mark has no extent, and Vega complains
     ]
 
 

@@ -69,16 +69,19 @@ def blocks(record: Record) -> Chart | None:
             f"the rise in perplexity (from {num(record.swap.baseline)}) when this block alone becomes its linear map; "
         )
         under += f"{num(record.swap.tokens)} tokens in windows of {num(record.swap.seq_len)}; logarithmic"
-        title, told = "How linear each block is, and what replacing it costs", "R² and ΔPPL by block"
+        title, description = "How linear each block is, and what replacing it costs", "R² and ΔPPL by block"
     else:
         under = "parameters before and after"
-        title, told = "How linear each block is, and what is left of it", "R² and parameters before and after, by block"
+        title, description = (
+            "How linear each block is, and what is left of it",
+            "R² and parameters before and after, by block",
+        )
     caption = (
         f"Above: how much of each block's output its least-squares linear map explains (R²_lin, 95 % interval; "
         f"diamonds: rows weighted as the next norm sees them). Below: {under}. {measured_on(record)}"
     )
     drawing = alt.vconcat(draw_linearity(rows), lower, spacing=14).resolve_scale(color="independent", x="shared")
-    return finish("blocks", title, caption, told, drawing)
+    return finish("blocks", title, caption, description, drawing)
 
 
 def describe_block(block: Block) -> Row:
@@ -124,7 +127,9 @@ STATES = {INSIDE: SERIES[0], OUTSIDE: UNSAFE, UNASKED: SERIES[7]}
 
 def budgets(record: Record) -> Chart | None:
     """Perplexity of each text and score of each task, with intervals, against what was allowed."""
-    texts = [describe_text(name, found, found.max_dppl, found.passed) for name, found in record.text_results().items()]
+    texts = [
+        describe_text(name, result, result.max_dppl, result.passed) for name, result in record.text_results().items()
+    ]
     tasks = []
     for name, task in record.tasks.items():
         figures = f"{num(task.source)} → {num(task.compressed)}"
@@ -139,26 +144,26 @@ def budgets(record: Record) -> Chart | None:
     ]
     if not panels:
         return None
-    tokens = sum(found.tokens for found in record.text_results().values())
-    windows = " and ".join(sorted({num(found.seq_len) for found in record.text_results().values()}))
+    tokens = sum(result.tokens for result in record.text_results().values())
+    windows = " and ".join(sorted({num(result.seq_len) for result in record.text_results().values()}))
     caption = "Each mark is the change with its 95 % interval; the upright bar is the budget. "
     if record.budget and record.budget.confidence:
         caption += f"The upper end at {percent(record.budget.confidence, 0)} confidence must be left of it. "
     caption += f"{num(tokens)} predicted tokens in windows of {windows or 'unknown length'}."
-    told = "change of perplexity and of tasks with intervals, against the budgets"
+    description = "change of perplexity and of tasks with intervals, against the budgets"
     drawing = alt.vconcat(*panels, spacing=18).resolve_scale(x="independent", y="independent", color="shared")
-    return finish("budgets", "Measured against the budgets", caption, told, drawing)
+    return finish("budgets", "Measured against the budgets", caption, description, drawing)
 
 
 def state(passed: bool | None) -> str:
     return UNASKED if passed is None else INSIDE if passed else OUTSIDE
 
 
-def describe_text(name: str, found: PerplexityChange, limit: float, passed: bool) -> Row:
-    figures = f"{num(found.baseline)} → {num(found.compressed)}"
-    note = f"perplexity of {name}: {figures}\n{num(found.delta, '+')} ({interval(found.delta_ci95)})"
+def describe_text(name: str, change: PerplexityChange, limit: float, passed: bool) -> Row:
+    figures = f"{num(change.baseline)} → {num(change.compressed)}"
+    note = f"perplexity of {name}: {figures}\n{num(change.delta, '+')} ({interval(change.delta_ci95)})"
     note += f", budget {num(limit, '+')}"
-    ends: Row = {"value": found.delta, "low": found.delta_ci95[0], "high": found.delta_ci95[1], "budget": limit}
+    ends: Row = {"value": change.delta, "low": change.delta_ci95[0], "high": change.delta_ci95[1], "budget": limit}
     return {"name": f"perplexity, {name}: {figures}", "state": state(passed), "note": note, **ends}
 
 
@@ -188,18 +193,20 @@ def agreement(record: Record) -> Chart | None:
     if not record.agreement:
         return None
     rows = []
-    for one in record.agreement.blocks:
+    for prediction in record.agreement.blocks:
         note = (
-            f"block {one.index}, {one.replacement}\npredicted {num(one.predicted)}, measured {num(one.measured, '+')} "
+            f"block {prediction.index}, {prediction.replacement}\npredicted {num(prediction.predicted)}, measured "
+            f"{num(prediction.measured, '+')} ± {num(prediction.standard_error)} nats per token"
         )
-        note += f"± {num(one.standard_error)} nats per token"
-        label = str(one.index) if len(record.agreement.blocks) <= FEW else ""
-        rows.append({"x": one.predicted, "y": one.measured, "note": note, "label": label, "kind": "blocks"})
-    found = clean_rows(rows, "x", "y")
-    if not found:
+        label = str(prediction.index) if len(record.agreement.blocks) <= FEW else ""
+        rows.append(
+            {"x": prediction.predicted, "y": prediction.measured, "note": note, "label": label, "kind": "blocks"}
+        )
+    points = clean_rows(rows, "x", "y")
+    if not points:
         return None
-    ends = log_domain(row[key] for row in found for key in ("x", "y"))
-    for row in found:
+    ends = log_domain(row[key] for row in points for key in ("x", "y"))
+    for row in points:
         row["out"] = min(row["x"], row["y"]) < ends[0]
         row |= {"x": max(row["x"], ends[0]), "y": max(row["y"], ends[0])}
     scale = fixed(ends, log=True)
@@ -211,14 +218,16 @@ def agreement(record: Record) -> Chart | None:
         f"{num(record.agreement.rank_correlation)}. The line is equality; both axes are logarithmic; a hollow mark is "
         f"beyond the end of an axis. {measured_on(record)}"
     )
-    told = "measured against predicted rise of the loss, one dot per block"
-    return finish("agreement", "Predicted against measured", caption, told, draw_scatter(found, x, y, False, ends))
+    description = "measured against predicted rise of the loss, one dot per block"
+    return finish(
+        "agreement", "Predicted against measured", caption, description, draw_scatter(points, x, y, False, ends)
+    )
 
 
-def bands(name: str, title: str, found: Sequence[Band], record: Record) -> Chart | None:
+def bands(name: str, title: str, loss_bands: Sequence[Band], record: Record) -> Chart | None:
     """Nats per token that each band lost: the perplexity of rare tokens is in the millions, and says nothing."""
     rows = []
-    for place, band in enumerate(found):
+    for place, band in enumerate(loss_bands):
         note = f"{band.band}: {num(band.nats, '+')} nats per token\n{num(band.tokens)} tokens, "
         note += f"{percent(band.share)} of the rise"
         about: Row = {"kind": "lost" if band.nats > 0 else "gained", "note": note, "said": num(band.nats, "+")}
@@ -237,9 +246,7 @@ def bands(name: str, title: str, found: Sequence[Band], record: Record) -> Chart
         base.mark_bar(opacity=0).encode(y=y, x=alt.value(0), x2=alt.value("width"), tooltip="note:N"),
     ]
     windows = f" in windows of {num(record.perplexity.seq_len)}" if record.perplexity else ""
-    caption = (
-        f"How much worse the next token is predicted, by kind; {num(sum(b.tokens for b in found))} tokens{windows}."
-    )
+    caption = f"How much worse the next token is predicted, by kind; {num(sum(b.tokens for b in loss_bands))} tokens{windows}."
     drawing = overlay(safe, 36 * len(safe), *layers)
     return finish(name, title, caption, "rise of the loss in nats per token, one bar per band", drawing)
 
@@ -253,7 +260,7 @@ def position(record: Record) -> Chart | None:
 
 
 def frontier(points: Sequence[FrontierPoint], name: str, model: str, seq_len: int) -> Chart:
-    """Parameters and FLOPs removed against the rise in perplexity, for each budget; empty where no plan was found."""
+    """Parameters and FLOPs removed against the rise in perplexity, for each budget; empty where no plan was points."""
     rows, names = [], ("parameters", "FLOPs per token")
     for point in points:
         if point.removed and point.texts:
@@ -267,8 +274,8 @@ def frontier(points: Sequence[FrontierPoint], name: str, model: str, seq_len: in
             )
             if point.flops_ratio:
                 rows.append({"x": 100 * (1 - 1 / point.flops_ratio), "series": names[1], "label": "", **row})
-    found = clean_rows(rows, "x", "y")
-    scale = alt.Scale() if found else alt.Scale(domain=[0, 1])
+    drawn = clean_rows(rows, "x", "y")
+    scale = alt.Scale() if drawn else alt.Scale(domain=[0, 1])
     x, y = alt.X("x:Q", title="removed, %", scale=scale), alt.Y("y:Q", title="ΔPPL", scale=scale)
     colour, base = by_name("series", names), alt.Chart()
     dash = alt.StrokeDash("series:N", scale=alt.Scale(domain=names, range=[[1, 0], [6, 3]]), legend=None)
@@ -279,7 +286,7 @@ def frontier(points: Sequence[FrontierPoint], name: str, model: str, seq_len: in
         base.mark_text(align="left", dx=7, dy=8).encode(x, y, text="label:N"),
         marks(x=x, y=y),
     ]
-    drawing = overlay(found, 280, *layers)
+    drawing = overlay(drawn, 280, *layers)
     caption = f"The largest plan for each budget, with the 95 % interval of ΔPPL on windows of {num(seq_len)} tokens."
     return finish(name, last_part(model), caption, "rise in perplexity against what was removed", drawing)
 
@@ -296,12 +303,12 @@ PROFILE: tuple[Callable[[Record], Chart | None], ...] = (
 
 
 def charts_of(record: Record | ProfileSet) -> list[Chart]:
-    """Every chart of a record; those of several models are told apart by their names."""
+    """Every chart of a record; those of several models are description apart by their names."""
     profiles = profiles_of(record)
-    found = [models(record)] if isinstance(record, ProfileSet) else []
+    charts = [models(record)] if isinstance(record, ProfileSet) else []
     for place, profile in enumerate(profiles, start=1):
         for build in PROFILE:
             chart = build(profile)
             several = chart and len(profiles) > 1
-            found.append(replace(chart, name=f"{place}-{chart.name}") if chart and several else chart)
-    return [chart for chart in found if chart is not None]
+            charts.append(replace(chart, name=f"{place}-{chart.name}") if chart and several else chart)
+    return [chart for chart in charts if chart is not None]

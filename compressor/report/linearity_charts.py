@@ -29,7 +29,6 @@ from compressor.report.chart_style import (
     overlay,
     r2_ends,
 )
-from compressor.report.chart_style import draw as draw
 from compressor.report.formats import interval, last_part, num
 from compressor.report.record import ProfileSet, Record
 from compressor.runtime.errors import shorten, visible
@@ -51,7 +50,7 @@ def measured_on(record: Record) -> str:
 
 
 def draw_lines(rows: Sequence[Row], names: Sequence[str], x: alt.X, width: bool = False) -> alt.LayerChart:
-    """One line per series, told apart by colour, dashes and shape; `width` draws the intervals as bands."""
+    """One line per series, description apart by colour, dashes and shape; `width` draws the intervals as bands."""
     scale = fixed(r2_ends(rows, "y", "low", "high"))
     y = alt.Y("y:Q", title=R2, scale=scale)
     names = [shorten(visible(name), 300) for name in names]
@@ -92,14 +91,14 @@ def depth(record: Record) -> Chart | None:
         note = f"block {block.index}\nR²_lin {num(block.r2_lin)} ({num(low)} … {num(high)})"
         rows.append({"x": block.index, "y": block.r2_lin, "low": low, "high": high, "series": names[0], "note": note})
     rows += line_rows(names[1], ((block.index, block.r2_stream) for block in record.blocks))
-    found = clean_rows(rows, "x", "y")
-    if not found:
+    points = clean_rows(rows, "x", "y")
+    if not points:
         return None
     caption = (
         "How much of every block's output its least-squares linear map explains, and the same with rows counted as the "
         f"next norm sees them. Where the two part, a few rows carry the variance. {measured_on(record)}"
     )
-    drawing = draw_lines(found, names, whole_numbers(), width=True)
+    drawing = draw_lines(points, names, whole_numbers(), width=True)
     return finish("depth", "Linearity over depth", caption, f"{R2} by block; {', '.join(names)}", drawing)
 
 
@@ -113,12 +112,12 @@ def corpora(record: Record) -> Chart | None:
 
 def trained(record: Record) -> Chart | None:
     probe = record.probes.trained if record.probes else None
-    found = [(block.index, block.trained) for block in record.blocks if block.trained]
-    if not found or not probe:
+    probed = [(block.index, block.trained) for block in record.blocks if block.trained]
+    if not probed or not probe:
         return None
     lines = {
-        "closed form": [(index, one.r2_lin) for index, one in found],
-        f"{probe.optimiser}, {num(probe.steps)} steps": [(index, one.r2) for index, one in found],
+        "closed form": [(index, result.r2_lin) for index, result in probed],
+        f"{probe.optimiser}, {num(probe.steps)} steps": [(index, result.r2) for index, result in probed],
     }
     caption = (
         f"The same linear map by {probe.optimiser} ({num(probe.steps)} steps of {num(probe.batch)} rows, learning rate "
@@ -139,10 +138,10 @@ CROSSED = {
 
 
 def cross(record: Record) -> Chart | None:
-    found = [(block.index, block.cross) for block in record.blocks if block.cross]
-    if not found:
+    crossed = [(block.index, block.cross) for block in record.blocks if block.cross]
+    if not crossed:
         return None
-    lines = {name: [(index, getattr(one, part)) for index, one in found] for part, name in CROSSED.items()}
+    lines = {name: [(index, getattr(crossing, part)) for index, crossing in crossed] for part, name in CROSSED.items()}
     other = last_part(record.cross.source.model) if record.cross else "the other model"
     caption = (
         f"R²_lin of this model's blocks and of {other}'s, each on its own inputs, on the other's, and on inputs "
@@ -161,11 +160,11 @@ def models(record: ProfileSet) -> Chart | None:
         for k, block in enumerate(profile.blocks):
             note = f"{name}, block {block.index}\nR²_lin {num(block.r2_lin)}"
             rows.append({"x": k / last, "y": block.r2_lin, "series": names[-1], "note": note})
-    found = clean_rows(rows, "y")
-    if not found or len(names) < 2:
+    points = clean_rows(rows, "y")
+    if not points or len(names) < 2:
         return None
     x = alt.X("x:Q", title="relative depth", scale=alt.Scale(domain=[0, 1]))
-    drawing = draw_lines(found, names, x)
+    drawing = draw_lines(points, names, x)
     caption = " ".join(map(measured_on, record.profiles))
     return finish("models", "Models side by side", caption, f"{R2} by relative depth; {', '.join(names)}", drawing)
 
@@ -182,13 +181,13 @@ def cost_rows(record: Record) -> list[Row]:
             )
             figures: Row = {"delta": trial.delta, "low": low, "high": high}
             rows.append({"index": block.index, "verdict": block.verdict, "note": note, **figures})
-    found = clean_rows(rows, "index", "delta")
-    bottom, _ = log_domain(row["delta"] for row in found)
-    for row in found:
+    points = clean_rows(rows, "index", "delta")
+    bottom, _ = log_domain(row["delta"] for row in points)
+    for row in points:
         row["out"] = row["delta"] <= bottom
         for key in ("delta", "low", "high"):
             row[key] = None if row[key] is None else max(bottom, row[key])
-    return found
+    return points
 
 
 def draw_costs(rows: Sequence[Row], height: int, legend: bool = True) -> alt.LayerChart:
@@ -209,16 +208,16 @@ def draw_costs(rows: Sequence[Row], height: int, legend: bool = True) -> alt.Lay
 
 
 def swap(record: Record) -> Chart | None:
-    rows, found = cost_rows(record), record.swap
-    if not rows or not found:
+    rows, sweep = cost_rows(record), record.swap
+    if not rows or not sweep:
         return None
     caption = (
-        f"The rise in perplexity (from {num(found.baseline)}) when this block alone becomes its linear map, with its "
-        f"95 % interval. {num(found.tokens)} tokens in windows of {num(found.seq_len)}; logarithmic; "
+        f"The rise in perplexity (from {num(sweep.baseline)}) when this block alone becomes its linear map, with its "
+        f"95 % interval. {num(sweep.tokens)} tokens in windows of {num(sweep.seq_len)}; logarithmic; "
         "a hollow mark is at or below the lower end."
     )
-    told = "ΔPPL of each block alone"
-    return finish("swap", "What it costs to replace a block", caption, told, draw_costs(rows, height=200))
+    description = "ΔPPL of each block alone"
+    return finish("swap", "What it costs to replace a block", caption, description, draw_costs(rows, height=200))
 
 
 def draw_scatter(rows: Sequence[Row], x: alt.X, y: alt.Y, sized: bool, line: Sequence[float] | None) -> alt.LayerChart:
@@ -249,36 +248,40 @@ def regimes(record: Record) -> Chart | None:
             "out": False,
         }
         rows.append({"x": b.r2_lin, "y": b.r2_median, "size": b.effective_rank, "note": note, **about})
-    found = sorted(clean_rows(rows, "x", "y", "size"), key=lambda row: str(row["kind"]))  # unsafe ones above all others
-    if not found:
+    points = sorted(
+        clean_rows(rows, "x", "y", "size"), key=lambda row: str(row["kind"])
+    )  # unsafe ones above all others
+    if not points:
         return None
     caption = (
         "On the line, every output feature is as linear as the whole; far beneath it, the whole looks linear because a "
         f"few rows do. The area is the effective rank of the output. {measured_on(record)}"
     )
-    ends = r2_ends(found, "x", "y")
+    ends = r2_ends(points, "x", "y")
     scale = fixed(ends)
     x, y = (
         alt.X("x:Q", title="R²_lin, all features together", scale=scale),
         alt.Y("y:Q", title="R² of the median feature", scale=scale),
     )
-    drawing = draw_scatter(found, x, y, sized=True, line=ends)
-    told = "R² of the median feature against R²_lin, one dot per block"
-    return finish("regimes", "Two regimes", caption, told, drawing)
+    drawing = draw_scatter(points, x, y, sized=True, line=ends)
+    description = "R² of the median feature against R²_lin, one dot per block"
+    return finish("regimes", "Two regimes", caption, description, drawing)
 
 
 def residual(record: Record) -> Chart | None:
     probe = record.probes.bilinear if record.probes else None
-    found = [(block.index, block.bilinear) for block in record.blocks if block.bilinear]
-    if not found or not probe:
+    probed = [(block.index, block.bilinear) for block in record.blocks if block.bilinear]
+    if not probed or not probe:
         return None
     rows = []
-    for index, one in found:
-        note = f"block {index}\nR² {num(one.r2_lin)} → {num(one.r2_poly)}, gain {num(one.gain, '+')}"
-        label = str(index) if len(found) <= FEW else ""
-        rows.append({"x": 1 - one.r2_lin, "y": one.gain, "note": note, "label": label, "kind": "blocks", "out": False})
-    safe = clean_rows(rows, "x", "y")
-    if not safe:
+    for index, result in probed:
+        note = f"block {index}\nR² {num(result.r2_lin)} → {num(result.r2_poly)}, gain {num(result.gain, '+')}"
+        label = str(index) if len(probed) <= FEW else ""
+        rows.append(
+            {"x": 1 - result.r2_lin, "y": result.gain, "note": note, "label": label, "kind": "blocks", "out": False}
+        )
+    points = clean_rows(rows, "x", "y")
+    if not points:
         return None
     caption = (
         f"What {num(probe.rank)} products (u·x)(v·x) explain beside the linear map. Pearson correlation with "
@@ -286,9 +289,9 @@ def residual(record: Record) -> Chart | None:
     )
     x = alt.X("x:Q", title="1 − R²_lin: what the linear map leaves", scale=alt.Scale(zero=False))
     y = alt.Y("y:Q", title="gain of the bilinear probe in R²")
-    told = "gain of the bilinear probe against 1 − R²_lin, one dot per block"
+    description = "gain of the bilinear probe against 1 − R²_lin, result dot per block"
     return finish(
-        "residual", "What the residual is not", caption, told, draw_scatter(safe, x, y, sized=False, line=None)
+        "residual", "What the residual is not", caption, description, draw_scatter(points, x, y, sized=False, line=None)
     )
 
 
@@ -305,12 +308,12 @@ def ladder(record: Record) -> Chart | None:
                 )
                 note += f"{num(b.params_before)} parameters"
                 reached.append({"x": max(1, b.rank_99), "y": 0.99 * b.r2_lin, "note": note})
-    found = clean_rows(rows, "x", "y", "block")
-    if not found:
+    points = clean_rows(rows, "x", "y", "block")
+    if not points:
         return None
     marked = inline(clean_rows(reached, "x", "y"))
-    scale = fixed(r2_ends(found, "y"))
-    ends = (1.0, max(2.0, *(row["x"] for row in found)))
+    scale = fixed(r2_ends(points, "y"))
+    ends = (1.0, max(2.0, *(row["x"] for row in points)))
     x = alt.X("x:Q", title="rank", scale=fixed(ends, log=True), axis=log_axis(ends))
     y = alt.Y("y:Q", title=R2, scale=scale)
     legend = alt.Legend(title="block", titleOrient="left", format="d", tickMinStep=1)
@@ -326,5 +329,5 @@ def ladder(record: Record) -> Chart | None:
         "R² of the best map of each rank (reduced-rank regression); the dots mark the rank that reaches 99 % of "
         f"the full map's. {measured_on(record)}"
     )
-    drawing = overlay(found, 260, *layers)
+    drawing = overlay(points, 260, *layers)
     return finish("ladder", "The rank ladder", caption, f"{R2} by rank, one line per block", drawing)

@@ -168,7 +168,7 @@ def hash_source(text: str) -> str:
 @lru_cache(maxsize=1)
 def environment() -> Environment:
     """Templates that escape whatever they are given; control characters are made visible, None is a dash."""
-    found = Environment(
+    environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
@@ -176,15 +176,15 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     filters: dict[str, Callable[..., Any]] = {
         **{"num": num, "percent": percent, "interval": interval, "numbers": block_numbers, "files": name_files},
         **{"signed": lambda value: num(value, "+"), "power": show_power, "quoted": repr},
         **{"replacement": name_replacement, "around": text_around, "split": split_sample},
     }
-    found.filters |= filters
-    found.globals |= {"outlier_blocks": outlier_blocks, "change": show_change}
-    return found
+    environment.filters |= filters
+    environment.globals |= {"outlier_blocks": outlier_blocks, "change": show_change}
+    return environment
 
 
 def show(value: Any) -> str:
@@ -220,17 +220,17 @@ def headline(record: Record) -> Answer:
 
 def say_cost(record: Record) -> tuple[str, bool]:
     """What it costs in perplexity, in words, and whether that was allowed; by every text, if there are several."""
-    found, texts = record.perplexity, record.text_results()
-    if found is None or record.budget is None:
+    change, texts = record.perplexity, record.text_results()
+    if change is None or record.budget is None:
         return "", True
-    if not is_number(found.delta):
+    if not is_number(change.delta):
         return "; perplexity is not a number", False
-    said = f"; perplexity {'falls' if found.delta < 0 else 'rises'} by {num(abs(found.delta))} "
-    said += f"(95 % interval {interval(found.delta_ci95)})"
+    said = f"; perplexity {'falls' if change.delta < 0 else 'rises'} by {num(abs(change.delta))} "
+    said += f"(95 % interval {interval(change.delta_ci95)})"
     if len(texts) > 1:
         outside = ", ".join(name for name, text in texts.items() if not text.passed)
         return f"{said}, {f'OUTSIDE the budget of {outside}' if outside else 'inside each budget'}", not outside
-    inside = is_number(found.delta_upper) and found.delta_upper <= record.budget.max_dppl
+    inside = is_number(change.delta_upper) and change.delta_upper <= record.budget.max_dppl
     return f"{said}, {'inside' if inside else 'OUTSIDE'} the budget of {num(record.budget.max_dppl, '+')}", inside
 
 
