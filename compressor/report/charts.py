@@ -246,7 +246,8 @@ def bands(name: str, title: str, loss_bands: Sequence[Band], record: Record) -> 
         base.mark_bar(opacity=0).encode(y=y, x=alt.value(0), x2=alt.value("width"), tooltip="note:N"),
     ]
     windows = f" in windows of {num(record.perplexity.seq_len)}" if record.perplexity else ""
-    caption = f"How much worse the next token is predicted, by kind; {num(sum(b.tokens for b in loss_bands))} tokens{windows}."
+    tokens = num(sum(band.tokens for band in loss_bands))
+    caption = f"How much worse the next token is predicted, by kind; {tokens} tokens{windows}."
     drawing = overlay(safe, 36 * len(safe), *layers)
     return finish(name, title, caption, "rise of the loss in nats per token, one bar per band", drawing)
 
