@@ -46,12 +46,12 @@ def start(server: Server) -> Iterator[Start]:
     """The processes of one run, as a launcher that does not look after them would start them."""
     running: list[Process] = []
 
-    def start_all(command: list[Any], cache: Path, count: int = 2) -> list[Process]:
+    def start_all(command: list[Any], cache: Path, count: int = 2, **settings: str) -> list[Process]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
-        own = {**meeting, "COMPRESSOR_CACHE": str(cache), "CUDA_VISIBLE_DEVICES": ""}
+        own = {**meeting, "COMPRESSOR_CACHE": str(cache), "CUDA_VISIBLE_DEVICES": "", **settings}
         started = [server.start(*command, **own, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)]
         running.extend(started)
         return started
@@ -100,18 +100,36 @@ def test_two_processes_of_torchrun_write_what_one_writes(place: Path) -> None:
 
 def test_three_processes_of_accelerate_profile_with_probes_and_a_swap(compress: Compress, place: Path) -> None:
     """Everything that gathers rows, with more processes than there are batches of some texts."""
-    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "3", "--num_machines", "1"]
+    # With --cpu accelerate starts one process, however many it is asked for; without GPUs these use gloo.
+    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "3", "--num_machines", "1"]
     launcher += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     words = [place / "llama", *OPTIONS, "--text", place / "corpus.txt", "--probe", "bilinear", "--swap-tokens", "64"]
+    words += ["--batch-size", "16"]
     one = compress("profile", *words, "--json", "--cache", place / "cache-profile")
     three = run(launcher, ["profile", *words, "--json"], place / "cache-profiles")
     assert three.returncode == 0, three.stderr[-2000:]
+    assert three.stderr.count("3 processes, but a text of 2 batches") == 1
     first, second = json.loads(one.out), json.loads(three.stdout)  # only one of the three spoke
     for a, b in zip(first["blocks"], second["blocks"], strict=True):
         for name in ("r2_lin", "r2_stream", "r2_median", "effective_rank", "top_row_share"):
             assert b[name] == pytest.approx(a[name], rel=1e-9), name
         assert b["swap"]["delta"] == pytest.approx(a["swap"]["delta"], rel=1e-6)
         assert b["verdict"] == a["verdict"]
+
+
+GATHER = """
+import torch
+from compressor.runtime import distributed
+distributed.begin()
+items = [torch.full((number,), number) for number in range(7)]
+print([item.tolist() for item in distributed.gather(distributed.mine(items))] == [item.tolist() for item in items])
+distributed.end()
+"""
+
+
+def test_what_was_dealt_out_is_gathered_in_order(start: Start, tmp_path: Path) -> None:
+    processes = start([], tmp_path, count=3, code=GATHER)
+    assert [process.communicate(timeout=TIMEOUT)[0] for process in processes] == ["True\n"] * 3
 
 
 def test_a_gate_that_fails_still_shows_its_table(start: Start, place: Path) -> None:
