@@ -27,7 +27,7 @@ from typing import IO, Any, NoReturn
 
 COMMAND = "from compressor.__main__ import run; run()"
 IMPORTS = """
-import datasets, lm_eval.evaluator, matplotlib.pyplot, torch.distributed, torch.utils.flop_counter
+import datasets, lm_eval.evaluator, torch.distributed, torch.utils.flop_counter
 import compressor.cli.app, compressor.pipelines.check, compressor.pipelines.compress, compressor.pipelines.profile
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, LlamaForCausalLM
 import transformers.integrations.accelerate, transformers.quantizers.auto
