@@ -23,7 +23,7 @@ import torch
 
 import compressor
 from compressor.export.gguf import DTYPES, MULTIPLE, write_gguf
-from compressor.export.llama import as_llama
+from compressor.export.llama import convert_to_llama
 from compressor.export.llamacpp import Runner, Settings
 
 Clock = Callable[[], tuple[float, float]]
@@ -115,7 +115,7 @@ def main() -> None:
         for dtype in args.dtype or ["f32"]:
             files = [Path(folder, f"{i}-{dtype}.gguf") for i in range(2)]
             for file, (model, tokenizer) in zip(files, models, strict=True):
-                llama = as_llama(model, multiple=MULTIPLE, kept=True)
+                llama = convert_to_llama(model, multiple=MULTIPLE, kept=True)
                 write_gguf(llama, tokenizer, file, dtype, file.stem)
             with Runner(files[0], usual) as original, Runner(files[1], usual) as small:
                 clocks = [partial(time_llamacpp, run, args.prompt, args.new) for run in (original, small)]

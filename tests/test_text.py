@@ -20,7 +20,7 @@ from zoo import tiny_tokenizer
 
 from compressor import text as texts
 from compressor.runtime.errors import InputError
-from compressor.text import CHARACTERS_PER_TOKEN, Text, bos_prefix, cut, load_text, thin
+from compressor.text import CHARACTERS_PER_TOKEN, Text, bos_prefix, cut_windows, load_text, subsample
 
 SIZES = {"seq_len": 16, "calib_tokens": 800, "select_tokens": 160, "verify_tokens": 320}
 SPLITS = ("calibration", "selection", "verification")
@@ -160,7 +160,7 @@ def test_every_window_starts_with_the_prefix(tmp_path: Path) -> None:
         assert not bool((windows[:, 1:] == 0).any())
         assert not bool((getattr(plain, name).windows == 0).any())
     content = "the watery part of the world " * 20
-    body = cut(content, with_bos(), 16, [0])[:, 1:].flatten()
+    body = cut_windows(content, with_bos(), 16, [0])[:, 1:].flatten()
     ids = tiny_tokenizer()(content)["input_ids"]
     assert body.tolist() == ids[: len(body)]
     assert len(ids) - len(body) < 15
@@ -172,19 +172,19 @@ def test_every_window_starts_with_the_prefix(tmp_path: Path) -> None:
 def test_text_is_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """With line ends between them, and without any."""
     for content in (numbered(50), "no line end here " * 50):
-        whole = cut(content, Bytes(), 16, [])
+        whole = cut_windows(content, Bytes(), 16, [])
         with monkeypatch.context() as patch:
-            patch.setattr(texts, "PIECE", 100)
-            assert torch.equal(cut(content, Bytes(), 16, []), whole)
+            patch.setattr(texts, "CHARACTERS_AT_ONCE", 100)
+            assert torch.equal(cut_windows(content, Bytes(), 16, []), whole)
 
 
 def test_thin_keeps_a_short_text() -> None:
-    assert thin("short\n", 6) == "short\n"
+    assert subsample("short\n", 6) == "short\n"
 
 
 def test_thin_takes_from_the_whole_of_a_long_text() -> None:
     text = numbered(200_000)
-    thinned = thin(text, 40_000)
+    thinned = subsample(text, 40_000)
     assert 0.8 * 40_000 < len(thinned) <= 40_000
     numbers = [int(line.split()[-1]) for line in thinned.splitlines()[1:] if len(line) == 15]
     assert numbers == sorted(numbers)
@@ -195,7 +195,7 @@ def test_thin_takes_from_the_whole_of_a_long_text() -> None:
 
 
 def test_thin_of_a_text_without_line_ends() -> None:
-    assert len(thin("word " * 100_000, 6_400)) == 6_400
+    assert len(subsample("word " * 100_000, 6_400)) == 6_400
 
 
 def test_huge_text_is_not_tokenised_whole(tmp_path: Path) -> None:

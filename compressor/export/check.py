@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compressor.export import llamacpp
 from compressor.models.load import quiet
-from compressor.models.source import context_of
+from compressor.models.source import context_length
 from compressor.patch.verify import first_tokens, logits_of
 from compressor.report.export_record import RuntimeCheck
 from compressor.runtime.errors import InputError
@@ -30,7 +30,7 @@ SAMPLE = (
 
 def sample_tokens(model: Any, tokenizer: Any) -> Tensor:
     """The sample text as the model's tokens, or the first tokens of the vocabulary where the text has too few."""
-    length = min(LONGEST, (context_of(model) or LONGEST) // 2)
+    length = min(LONGEST, (context_length(model) or LONGEST) // 2)
     tokens = torch.tensor([tokenizer(SAMPLE)["input_ids"][:length]])
     return tokens if tokens.shape[1] > 1 else first_tokens(model)
 

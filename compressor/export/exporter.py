@@ -14,9 +14,9 @@ import torch
 
 from compressor.export import gguf, vllm
 from compressor.export.check import check_in_llamacpp, sample_tokens
-from compressor.export.llama import LLAMA_TYPES, Llama, as_llama, block_widths
+from compressor.export.llama import LLAMA_TYPES, Llama, block_widths, convert_to_llama
 from compressor.export.onnx import require_packages, write_onnx
-from compressor.export.stock import as_stock, blank, stock_config
+from compressor.export.stock import build_empty, convert_to_stock, stock_config
 from compressor.modeling_compressor import replacements
 from compressor.models.load import load_model, quiet
 from compressor.models.source import source_of
@@ -131,7 +131,7 @@ def open_job(
     if not replacements(model):
         raise InputError(f"{request.model} is not a compressed checkpoint; give a directory that compress wrote")
     with quiet():
-        source_parameters = count_parameters(blank(stock_config(model)))
+        source_parameters = count_parameters(build_empty(stock_config(model)))
     dtype = pick_dtype(request, model, dtypes)
     return ExportJob(request, model, tokenizer, dtype, source_parameters, count_parameters(model), record, progress)
 
@@ -146,9 +146,9 @@ def pick_dtype(request: ExportRequest, model: Any, dtypes: tuple[str, ...]) -> s
     return stored if stored in dtypes else dtypes[0]
 
 
-def to_gguf(job: ExportJob, target: Path) -> ExportRecord:
+def export_gguf(job: ExportJob, target: Path) -> ExportRecord:
     with naming_alternatives(job):
-        llama = as_llama(job.model, multiple=gguf.MULTIPLE, kept=True)
+        llama = convert_to_llama(job.model, multiple=gguf.MULTIPLE, kept=True)
         gguf.refuse_activation(llama)
     require_same_logits(job, llama.model)
     parameters = announce_size(job, "as GGUF", count_parameters(llama.model))
@@ -169,13 +169,13 @@ def to_gguf(job: ExportJob, target: Path) -> ExportRecord:
         needed=llama.widths,
         notes=notes,
         **limits,
-        context=gguf.context_of(llama.model.config),
+        context=gguf.exact_context_length(llama.model.config),
     )
 
 
-def to_dense(job: ExportJob, target: Path) -> ExportRecord:
+def export_dense(job: ExportJob, target: Path) -> ExportRecord:
     with naming_alternatives(job):
-        stock, needed, window = as_dense(job)
+        stock, needed, window = convert_to_dense(job)
     width, family = max(needed), stock.config.model_type
     parameters = announce_size(job, f"as a stock {family}", count_parameters(stock))
     source, saving = job.source_parameters, job.source_parameters - job.compressed_parameters
@@ -208,21 +208,21 @@ def to_dense(job: ExportJob, target: Path) -> ExportRecord:
     return record
 
 
-def as_dense(job: ExportJob) -> tuple[Any, list[int], int | None]:
+def convert_to_dense(job: ExportJob) -> tuple[Any, list[int], int | None]:
     """The model in its own stock architecture, or else as a Llama; the widths that its blocks need; and how far back
     it may look, where that is less than its context."""
     try:
-        return *as_stock(job.model), None
+        return *convert_to_stock(job.model), None
     except InputError:
         if job.family not in LLAMA_TYPES:
             raise
-    llama = as_llama(job.model, uniform=True)
+    llama = convert_to_llama(job.model, uniform=True)
     return llama.model, llama.widths, llama.window
 
 
-def to_vllm(job: ExportJob, target: Path) -> ExportRecord:
+def export_vllm(job: ExportJob, target: Path) -> ExportRecord:
     with naming_alternatives(job):
-        llama = as_llama(job.model, multiple=vllm.MULTIPLE)
+        llama = convert_to_llama(job.model, multiple=vllm.MULTIPLE)
     off = require_same_logits(job, llama.model)
     parameters = announce_size(job, "with widths in steps of 256", count_parameters(llama.model))
     require_room(job, parameters, target)
@@ -243,7 +243,7 @@ def to_vllm(job: ExportJob, target: Path) -> ExportRecord:
     return record
 
 
-def to_onnx(job: ExportJob, target: Path) -> ExportRecord:
+def export_onnx(job: ExportJob, target: Path) -> ExportRecord:
     parameters = announce_size(job, "as ONNX", job.compressed_parameters)
     require_room(job, parameters, target)
     with whole_directory(target) as partial:
@@ -265,10 +265,10 @@ def to_onnx(job: ExportJob, target: Path) -> ExportRecord:
 
 
 TARGETS: dict[str, tuple[Callable[[ExportJob, Path], ExportRecord], tuple[str, ...]]] = {
-    "gguf": (to_gguf, gguf.DTYPES),
-    "hf-dense": (to_dense, tuple(FLOATS)),
-    "onnx": (to_onnx, ("f32",)),
-    "vllm": (to_vllm, tuple(FLOATS)),
+    "gguf": (export_gguf, gguf.DTYPES),
+    "hf-dense": (export_dense, tuple(FLOATS)),
+    "onnx": (export_onnx, ("f32",)),
+    "vllm": (export_vllm, tuple(FLOATS)),
 }
 
 

@@ -22,7 +22,7 @@ from compressor.runtime.errors import InputError
 
 # The bias of such a gate. Every activation is the same power of two there in every precision: dividing by it is exact.
 # Dividing before the gate multiplies keeps the numbers between as large as they were.
-GATE = 32.0
+GATE_BIAS = 32.0
 GRID = torch.linspace(-8, 8, 257, dtype=torch.float64)
 
 
@@ -59,7 +59,7 @@ class OrdinaryBlock:
         return replace(self, outer=functional.pad(self.outer, (0, more)), **rows) if more else self
 
 
-def as_ordinary(neurons: Neurons) -> OrdinaryBlock:
+def read_ordinary_block(neurons: Neurons) -> OrdinaryBlock:
     """A block that was not replaced, as it is."""
     return OrdinaryBlock(
         neurons.activation, outer=neurons.outer.T, bias=neurons.outer_matrix.bias, **neurons.matrices()
@@ -76,18 +76,18 @@ def neurons_needed(module: Replacement, gated: bool) -> int:
 def fold(module: Replacement, activation: str, gated: bool) -> OrdinaryBlock:
     """The ordinary block with this activation that computes what the replacement computes."""
     refuse_other_neurons(module, activation, gated)
-    rank_rows, columns = linear_part(module)
+    rank_rows, columns = factor_linear_map(module)
     parts: dict[str, list[Tensor]] = {"inner": [rank_rows], "outer": [columns]}
     if gated:
         parts["gate"] = [torch.zeros_like(rank_rows)]
         parts["inner_bias"] = [rank_rows.new_zeros(len(rank_rows))]
-        parts["gate_bias"] = [rank_rows.new_full((len(rank_rows),), GATE)]
-        parts["inner"] = [rank_rows / ACT2FN[activation](torch.tensor(GATE)).item()]
+        parts["gate_bias"] = [rank_rows.new_full((len(rank_rows),), GATE_BIAS)]
+        parts["inner"] = [rank_rows / ACT2FN[activation](torch.tensor(GATE_BIAS)).item()]
     else:
         parts["inner"].append(-rank_rows)
         parts["outer"].append(-columns)
         parts["inner_bias"] = [rank_rows.new_zeros(2 * len(rank_rows))]
-        if len(rank_rows) and not splits(activation):
+        if len(rank_rows) and not is_linear_in_pairs(activation):
             raise InputError(f"{activation}(z) − {activation}(−z) is not z, so no ordinary block computes a linear map")
     if module.neurons:
         for name in parts:
@@ -107,7 +107,7 @@ def refuse_other_neurons(module: Replacement, activation: str, gated: bool) -> N
         raise InputError(f"its kept neurons are {kinds[0]}, and the target's blocks are {kinds[1]}")
 
 
-def linear_part(module: Replacement) -> tuple[Tensor, Tensor]:
+def factor_linear_map(module: Replacement) -> tuple[Tensor, Tensor]:
     """The replacement's linear map as two matrices: rows [rank, width] and columns [width, rank]."""
     if module.rank is None:
         return module.weight.detach(), torch.eye(module.width, dtype=module.bias.dtype, device=module.bias.device)
@@ -116,7 +116,7 @@ def linear_part(module: Replacement) -> tuple[Tensor, Tensor]:
     return module.down.detach(), module.up.detach()
 
 
-def splits(activation: str) -> bool:
+def is_linear_in_pairs(activation: str) -> bool:
     """Whether act(z) − act(−z) = z."""
     act = ACT2FN[activation]
     return torch.allclose(act(GRID) - act(-GRID), GRID, rtol=1e-12, atol=1e-12)

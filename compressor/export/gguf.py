@@ -46,13 +46,13 @@ def write_gguf(llama: Llama, tokenizer: Any, file: Path, dtype: str, name: str) 
 
     refuse_activation(llama)
     writer = gguf.GGUFWriter(file, "deci")
-    writer.add_name(name_for(name, tokenizer))
+    writer.add_name(choose_name(name, tokenizer))
     kinds = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
     writer.add_file_type(gguf.LlamaFileType[kinds[dtype]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    add_shape(writer, llama.model)
+    add_sizes(writer, llama.model)
     notes = add_vocabulary(writer, tokenizer, llama.model.config.vocab_size, llama.model.generation_config)
-    tensors = [(name, tensor, kind_of(tensor, dtype)) for name, tensor in named_tensors(llama.model)]
+    tensors = [(name, tensor, choose_storage_type(tensor, dtype)) for name, tensor in list_gguf_tensors(llama.model)]
     for name, tensor, kind in tensors:
         block, size = gguf.GGML_QUANT_SIZES[kind]
         writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.numel() // block * size, kind)
@@ -65,18 +65,18 @@ def write_gguf(llama: Llama, tokenizer: Any, file: Path, dtype: str, name: str) 
     return notes
 
 
-def name_for(name: str, tokenizer: Any) -> str:
+def choose_name(name: str, tokenizer: Any) -> str:
     """The model's name. One that sounds like Phi-3 makes llama.cpp look for tokens of Phi-3, and stop without them."""
     sounds = any(sound in name.lower() for sound in ("phi-3", "phi3"))
     return "compressed" if sounds and {"<unk>", "<s>", "<|endoftext|>"} - set(tokenizer.get_vocab()) else name
 
 
-def add_shape(writer: GGUFWriter, model: Any) -> None:
+def add_sizes(writer: GGUFWriter, model: Any) -> None:
     """The sizes of the model, as llama.cpp names them."""
     config = model.config
     layers = config.num_hidden_layers
     writer.add_block_count(layers)
-    writer.add_context_length(context_of(config))
+    writer.add_context_length(exact_context_length(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_vocab_size(config.vocab_size)
     writer.add_feed_forward_length(block_widths(model))
@@ -89,7 +89,7 @@ def add_shape(writer: GGUFWriter, model: Any) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
 
 
-def context_of(config: Any) -> int:
+def exact_context_length(config: Any) -> int:
     """How many tokens the file is right for: rotations that change with the length are kept as they begin."""
     rope = config.rope_parameters
     if rope["rope_type"] == "longrope":
@@ -97,7 +97,7 @@ def context_of(config: Any) -> int:
     return int(config.max_position_embeddings)
 
 
-def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+def list_gguf_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Every tensor by its GGUF name. Biases of zeros are left out; so are rotations that are not scaled."""
     config, rotations = model.config, model.model.rotary_emb
     rope = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
@@ -112,20 +112,20 @@ def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
             continue
         owner, _, kind = path.rpartition(".")
         if ".q_proj" in path:  # a scale of the rotations is one of queries times keys
-            tensor = paired(tensor, config.head_dim) * rotations.attention_scaling**2
+            tensor = halves_to_pairs(tensor, config.head_dim) * rotations.attention_scaling**2
         elif ".k_proj" in path:
-            tensor = paired(tensor, config.head_dim)
+            tensor = halves_to_pairs(tensor, config.head_dim)
         _, layer, part = owner.rpartition(".layers.")
         number, _, part = part.partition(".") if layer else ("", "", owner)
         yield f"blk.{number}.{NAMES[part]}.{kind}" if layer else f"{NAMES[part]}.{kind}", tensor
 
 
-def paired(tensor: Tensor, head: int) -> Tensor:
+def halves_to_pairs(tensor: Tensor, head: int) -> Tensor:
     """Rows of every head from two halves to neighbouring pairs, which is how `deci` rotates."""
     return tensor.reshape(-1, 2, head // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
-def kind_of(tensor: Tensor, dtype: str) -> GGMLQuantizationType:
+def choose_storage_type(tensor: Tensor, dtype: str) -> GGMLQuantizationType:
     """The type to store a tensor as: vectors stay float32, and rows that q8_0 cannot divide are float16."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 

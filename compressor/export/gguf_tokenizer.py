@@ -50,23 +50,29 @@ class PreTokenizer:
     note: str | None = None
 
 
-def split(*patterns: str) -> tuple[str, ...]:
+def list_split_steps(*patterns: str) -> tuple[str, ...]:
     return (*(f"split {pattern}" for pattern in patterns), "bytes")
 
 
 PRE_TOKENIZERS = [
     PreTokenizer(("words", "bytes"), {False: "gpt-2"}),
     PreTokenizer(("digits", "words", "bytes"), {False: "smollm"}),
-    PreTokenizer(split(rf"{SHORT}|{WORD}|\p{{N}}{{1,3}}|{MARKS}"), {True: "llama-bpe", False: "dbrx"}),
-    PreTokenizer(split(rf"{SHORT}|{WORD}|\p{{N}}|{MARKS}"), {False: "qwen2"}),
-    PreTokenizer(split(rf"{CASED[0]}|{CASED[1]}|\p{{N}}|{PATHS}"), {True: "tekken"}, ASCII_CASE),
+    PreTokenizer(list_split_steps(rf"{SHORT}|{WORD}|\p{{N}}{{1,3}}|{MARKS}"), {True: "llama-bpe", False: "dbrx"}),
+    PreTokenizer(list_split_steps(rf"{SHORT}|{WORD}|\p{{N}}|{MARKS}"), {False: "qwen2"}),
+    PreTokenizer(list_split_steps(rf"{CASED[0]}|{CASED[1]}|\p{{N}}|{PATHS}"), {True: "tekken"}, ASCII_CASE),
     PreTokenizer(
-        split(rf"{CASED[0]}{SHORT}?|{CASED[1]}{SHORT}?|\p{{N}}{{1,3}}|{PATHS}"), {False: "gpt-4o"}, ASCII_CASE
+        list_split_steps(rf"{CASED[0]}{SHORT}?|{CASED[1]}{SHORT}?|\p{{N}}{{1,3}}|{PATHS}"),
+        {False: "gpt-4o"},
+        ASCII_CASE,
     ),
-    PreTokenizer(split(rf"{SHORT}|{MARKED}|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{END}"), {False: "qwen35"}),
-    PreTokenizer(split(rf"{SHORT}|{WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+{END}"), {False: "seed-coder"}),
-    PreTokenizer(split(POSSESSIVE), {False: "bailingmoe"}),
-    PreTokenizer(split(r"\p{N}{1,3}", CJK, NAMED + END), {False: "deepseek-v3"}),
+    PreTokenizer(
+        list_split_steps(rf"{SHORT}|{MARKED}|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{END}"), {False: "qwen35"}
+    ),
+    PreTokenizer(
+        list_split_steps(rf"{SHORT}|{WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+{END}"), {False: "seed-coder"}
+    ),
+    PreTokenizer(list_split_steps(POSSESSIVE), {False: "bailingmoe"}),
+    PreTokenizer(list_split_steps(r"\p{N}{1,3}", CJK, NAMED + END), {False: "deepseek-v3"}),
 ]
 
 
@@ -95,12 +101,12 @@ def add_vocabulary(
     for part in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(part):
             raise unsupported(f"llama.cpp has no {part} ({model[part]!r})")
-    if has_bytes(vocabulary):
+    if falls_back_to_bytes(vocabulary):
         add_pieces(writer, vocabulary)
     else:
         add_merges(writer, vocabulary)
     writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(find_types(vocabulary))
+    writer.add_token_types(list_token_types(vocabulary))
     add_special_tokens(writer, tokenizer, vocabulary, generation_config)
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
@@ -144,11 +150,11 @@ def read_vocabulary(data: dict[str, Any], rows: int) -> Vocabulary:
     return Vocabulary(data, data["model"], added, [texts[id] for id in range(rows)], unused, notes)
 
 
-def find_types(vocabulary: Vocabulary) -> list[int]:
+def list_token_types(vocabulary: Vocabulary) -> list[int]:
     from gguf import TokenType
 
     unknown = vocabulary.model.get("unk_token")
-    bytes_ = set(BYTES) if has_bytes(vocabulary) else set()
+    bytes_ = set(BYTES) if falls_back_to_bytes(vocabulary) else set()
     types = []
     for id, text in enumerate(vocabulary.tokens):
         added = vocabulary.added.get(id)
@@ -218,10 +224,10 @@ def add_pieces(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
     writer.add_add_space_prefix(find_space_prefix(vocabulary))
-    writer.add_token_scores(score(vocabulary))
+    writer.add_token_scores(score_tokens(vocabulary))
 
 
-def has_bytes(vocabulary: Vocabulary) -> bool:
+def falls_back_to_bytes(vocabulary: Vocabulary) -> bool:
     if not vocabulary.model.get("byte_fallback"):
         return False
     missing = set(BYTES) - vocabulary.model["vocab"].keys()
@@ -261,14 +267,14 @@ def cuts_spaces(part: dict[str, Any]) -> bool:
     return part.get("pattern") == {"String": " "} and part["type"] == "Split"
 
 
-def score(vocabulary: Vocabulary) -> list[float]:
+def score_tokens(vocabulary: Vocabulary) -> list[float]:
     """A score for every token, such that the best score is the earliest merge.
 
     That is exact if every two tokens that make a third are a merge, as it is in tokenizers that were SentencePiece
     models; another tokenizer is refused.
     """
     merges = read_merges(vocabulary.model)
-    order = rank(merges)
+    order = rank_tokens(merges)
     pieces = vocabulary.model["vocab"].keys() - {token["content"] for token in vocabulary.added.values()}
     known = set(merges)
     for piece in pieces - set(BYTES):
@@ -279,7 +285,7 @@ def score(vocabulary: Vocabulary) -> list[float]:
     return [-float(order.get(token, len(order))) for token in vocabulary.tokens]
 
 
-def rank(merges: Sequence[tuple[str, str]]) -> dict[str, int]:
+def rank_tokens(merges: Sequence[tuple[str, str]]) -> dict[str, int]:
     """The place of each token in the order of the merges, one for all the merges that make it.
 
     Where merges of several tokens are mixed, those tokens share a place, and llama.cpp takes the leftmost. For runs of
@@ -320,7 +326,7 @@ def add_special_tokens(
         raise unsupported(
             f"the tokenizer puts {full} around a text, and the model only has {len(rows)} rows of embeddings"
         )
-    ends = [id for id in list_ends(tokenizer, generation_config) if id in rows]
+    ends = [id for id in list_end_tokens(tokenizer, generation_config) if id in rows]
     named = [getattr(tokenizer, f"{name}_token_id") for name in ("bos", "pad", "unk")]
     begin, pad, unknown = (id if id in rows else None for id in named)
     first = before[0] if before else begin
@@ -354,7 +360,7 @@ def add_special_tokens(
             getattr(writer, f"add_{name}_token_id")(id)
 
 
-def list_ends(tokenizer: PreTrainedTokenizerBase, generation_config: Any) -> list[int]:
+def list_end_tokens(tokenizer: PreTrainedTokenizerBase, generation_config: Any) -> list[int]:
     """The tokens that end a text, the tokenizer's own first."""
     configured = getattr(generation_config, "eos_token_id", None)
     configured = configured if isinstance(configured, list) else [configured]

@@ -125,10 +125,10 @@ def explaining_refusals(repo: str, branch: str | None) -> Iterator[None]:
     except Exception as error:  # the HTTP client's own exceptions share no base class across Hub versions
         secret = get_token()
         leaks = any(secret is not None and secret in str(cause) for cause in causes(error))
-        raise explain(repo, branch, error, secret) from (None if leaks else error)
+        raise explain_refusal(repo, branch, error, secret) from (None if leaks else error)
 
 
-def explain(repo: str, branch: str | None, error: Exception, secret: str | None) -> InputError:
+def explain_refusal(repo: str, branch: str | None, error: Exception, secret: str | None) -> InputError:
     """What an answer of the Hub means to the user."""
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     message = getattr(error, "server_message", None)  # the first line of the error itself is only the address

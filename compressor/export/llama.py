@@ -15,7 +15,15 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from compressor.export.fold import OrdinaryBlock
-from compressor.export.stock import Layout, assemble, fold_blocks, has_replacement, layout_of, stock_config, widths_of
+from compressor.export.stock import (
+    Layout,
+    assemble,
+    count_needed_neurons,
+    find_layout,
+    fold_blocks,
+    has_replacement,
+    stock_config,
+)
 from compressor.models.blocks import find_blocks
 from compressor.runtime.errors import InputError
 
@@ -32,7 +40,7 @@ LLAMA_TYPES = {
     "qwen2": False,
     "seed_oss": False,
 }
-OTHER = {
+WHY_NOT_LLAMA = {
     "gemma": "its gate is a gelu",
     "gemma2": "its gate is a gelu, and it has norms after its blocks and soft caps on its logits",
     "gemma3_text": "its gate is a gelu, and it has norms after its blocks",
@@ -44,12 +52,12 @@ OTHER = {
     "stablelm": "its norms subtract the mean",
 }
 # What all of these families call the same.
-SHARED = (
+SHARED_SETTINGS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "initializer_range"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
-PLAIN = "its blocks have no gate"
+NO_GATE = "its blocks have no gate"
 
 
 @dataclass(frozen=True)
@@ -68,8 +76,10 @@ def refuse_other_types(model: Any) -> None:
     config = model.config
     family = config.model_type
     if family not in LLAMA_TYPES:
-        layout = layout_of(stock_config(model))
-        reason = OTHER.get(family) or (PLAIN if layout is None or not layout.gated else "its layers are not Llama's")
+        layout = find_layout(stock_config(model))
+        reason = WHY_NOT_LLAMA.get(family) or (
+            NO_GATE if layout is None or not layout.gated else "its layers are not Llama's"
+        )
         known = ", ".join(sorted(LLAMA_TYPES))
         raise InputError(
             f"{family} is not of Llama's type: {reason}, and only Llamas have an architecture there with a width for "
@@ -80,30 +90,30 @@ def refuse_other_types(model: Any) -> None:
 
 
 @torch.no_grad()
-def as_llama(model: Any, *, uniform: bool = False, multiple: int = 1, kept: bool = False) -> Llama:
+def convert_to_llama(model: Any, *, uniform: bool = False, multiple: int = 1, kept: bool = False) -> Llama:
     """A compressed model in Llama's terms. Its blocks have the widths that they need, rounded up to a multiple (but,
     with `kept`, not those that were never replaced), or all have one width."""
     refuse_other_types(model)
     config = llama_config(model)
     config.mlp_bias = True
-    layout = layout_of(config)
+    layout = find_layout(config)
     if layout is None:
         raise InputError(f"the activation of its blocks, {config.hidden_act}, is not one that is known here")
-    needed = widths_of(model, layout)
+    needed = count_needed_neurons(model, layout)
     rounded = [-(-max(width, 1) // multiple) * multiple for width in needed]
     stay = [kept and not has_replacement(model, block) for block in find_blocks(model)]
     widths = [width if keep else more for width, more, keep in zip(needed, rounded, stay, strict=True)]
     if uniform:
         widths = [max(widths)] * len(widths)
         config.intermediate_size = widths[0]
-    scale = scales_of(model.config, config)["residual"]
+    scale = find_multipliers(model.config, config)["residual"]
     folded = fold_blocks(model, layout)
-    blocks = [scaled(ffn, scale).padded(width) for ffn, width in zip(folded, widths, strict=True)]
+    blocks = [scale_output(ffn, scale).padded(width) for ffn, width in zip(folded, widths, strict=True)]
     tensors = llama_tensors(model, config)
     llama = assemble(config, layout, tensors, blocks, dict(model.named_buffers()))
     llama.generation_config = copy.deepcopy(model.generation_config)
-    scaled_weights = any(scale != 1.0 for scale in scales_of(model.config, config).values())
-    return Llama(llama, layout, needed, window_of(model.config), scaled_weights)
+    scaled_weights = any(scale != 1.0 for scale in find_multipliers(model.config, config).values())
+    return Llama(llama, layout, needed, find_window(model.config), scaled_weights)
 
 
 def block_widths(model: Any) -> list[int]:
@@ -111,14 +121,14 @@ def block_widths(model: Any) -> list[int]:
     return [layer.mlp.down_proj.in_features for layer in model.model.layers]
 
 
-def scaled(ffn: OrdinaryBlock, scale: float) -> OrdinaryBlock:
+def scale_output(ffn: OrdinaryBlock, scale: float) -> OrdinaryBlock:
     if scale == 1.0:
         return ffn
     bias = None if ffn.bias is None else ffn.bias * scale
     return OrdinaryBlock(ffn.activation, ffn.inner, ffn.outer * scale, ffn.gate, ffn.inner_bias, ffn.gate_bias, bias)
 
 
-def window_of(config: Any) -> int | None:
+def find_window(config: Any) -> int | None:
     """How far the model looks back, where that is less than its context."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and "sliding_attention" not in kinds:
@@ -133,8 +143,8 @@ def llama_config(model: Any) -> LlamaConfig:
     state = model.state_dict()
     rope = {key: value for key, value in config.rope_parameters.items() if key != "partial_rotary_factor"}
     return LlamaConfig(
-        **{name: getattr(config, name) for name in SHARED if hasattr(config, name)},
-        max_position_embeddings=window_of(config) or config.max_position_embeddings,
+        **{name: getattr(config, name) for name in SHARED_SETTINGS if hasattr(config, name)},
+        max_position_embeddings=find_window(config) or config.max_position_embeddings,
         head_dim=getattr(config, "head_dim", None),
         rope_parameters=rope,
         attention_bias=any(name.startswith("model.layers.0.self_attn.") and name.endswith("bias") for name in state),
@@ -148,7 +158,7 @@ def llama_tensors(model: Any, config: LlamaConfig) -> dict[str, Tensor]:
     source = model.config
     tensors: dict[str, Tensor] = {}
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    scales = scales_of(source, config)
+    scales = find_multipliers(source, config)
     for name, tensor in model.state_dict().items():
         if ".qkv_proj." in name:
             parts = tensor.split([queries, keys, keys])
@@ -160,7 +170,7 @@ def llama_tensors(model: Any, config: LlamaConfig) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         part = name.rsplit(".", 2)[-2]
         if part in ("q_proj", "k_proj") and LLAMA_TYPES[source.model_type]:
-            tensors[name] = tensor = halved(tensor, config.head_dim)
+            tensors[name] = tensor = pairs_to_halves(tensor, config.head_dim)
         scale = scales["attention"] if part == "q_proj" else scales["residual"] if part == "o_proj" else 1.0
         if scale != 1.0:
             tensors[name] = tensor * scale
@@ -172,7 +182,7 @@ def llama_tensors(model: Any, config: LlamaConfig) -> dict[str, Tensor]:
     return tensors
 
 
-def scales_of(source: Any, config: LlamaConfig) -> dict[str, float]:
+def find_multipliers(source: Any, config: LlamaConfig) -> dict[str, float]:
     """What a family (Granite) multiplies with while it computes, and a Llama does not."""
     attention = getattr(source, "attention_multiplier", None)
     return {
@@ -183,7 +193,7 @@ def scales_of(source: Any, config: LlamaConfig) -> dict[str, float]:
     }
 
 
-def halved(tensor: Tensor, head: int) -> Tensor:
+def pairs_to_halves(tensor: Tensor, head: int) -> Tensor:
     """Rows of every head from neighbouring pairs to two halves."""
     shape = tensor.shape
     return tensor.reshape(-1, head // 2, 2, *shape[1:]).transpose(1, 2).reshape(shape)

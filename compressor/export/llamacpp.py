@@ -25,9 +25,9 @@ from compressor.runtime.errors import InputError, shorten
 
 STAMP = re.compile(r"^[\d.]+ E +")  # of a line that llama.cpp logs as an error
 ABORT = re.compile(r"GGML_ASSERT|GGML_ABORT|fatal error")
-LOUD = 1e6  # a bias that makes a token the most likely one, whatever the model says
+FORCING_BIAS = 1e6  # a bias that makes a token the most likely one, whatever the model says
 LOWEST = -1e38  # llama.cpp says log 0 as the lowest float
-PATIENCE = 10.0  # seconds for an orderly end
+SHUTDOWN_SECONDS = 10.0  # seconds for an orderly end
 ERRORS_ONLY = 1  # of llama.cpp's log
 
 
@@ -100,7 +100,7 @@ class Runner:
     def fail(self) -> NoReturn:
         """The child is gone, or going: say why in its own words."""
         try:
-            self.child.wait(PATIENCE)
+            self.child.wait(SHUTDOWN_SECONDS)
         except subprocess.TimeoutExpired:
             self.child.kill()
         self.log.seek(0)
@@ -150,11 +150,11 @@ class Runner:
         return [self.log_probability(ids[:i], ids[i]) for i in range(1, len(ids))]
 
     def log_probability(self, prefix: Sequence[int], token: int) -> float:
-        answer = self.complete(prefix, 1, n_probs=1, logit_bias=[[token, LOUD]], cache_prompt=True)
+        answer = self.complete(prefix, 1, n_probs=1, logit_bias=[[token, FORCING_BIAS]], cache_prompt=True)
         entries = answer.get("completion_probabilities")
         if not entries:  # the token is a part of a character, of which llama.cpp tells nothing: ask for them all
             whole = self.tokenize("a")[-1]
-            wanted = {"n_probs": self.vocabulary(), "logit_bias": [[whole, LOUD]], "cache_prompt": True}
+            wanted = {"n_probs": self.vocabulary(), "logit_bias": [[whole, FORCING_BIAS]], "cache_prompt": True}
             entries = self.complete(prefix, 1, **wanted)["completion_probabilities"][0]["top_logprobs"]
         (value,) = (entry["logprob"] for entry in entries if entry["id"] == token)
         return value if value > LOWEST else -math.inf
@@ -196,7 +196,7 @@ def find_reason(log: str) -> str:
 def serve() -> None:
     """The child: start llama.cpp's server, tell its address, and end when the input ends."""
     request = json.loads(sys.stdin.readline())
-    threading.Thread(target=end_with_input, daemon=True).start()
+    threading.Thread(target=exit_at_end_of_input, daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # llama.cpp may print
     xllamacpp: Any = import_module("xllamacpp")
@@ -218,7 +218,7 @@ def serve() -> None:
     threading.Event().wait()
 
 
-def end_with_input() -> None:
+def exit_at_end_of_input() -> None:
     sys.stdin.read()
     os._exit(0)  # llama.cpp's threads are not waited for
 

@@ -23,7 +23,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from compressor.export.stock import stock_config
 from compressor.models.load import quiet
-from compressor.models.source import context_of
+from compressor.models.source import context_length
 from compressor.runtime.errors import InputError, causes, errno_of, is_out_of_memory, shorten
 from compressor.runtime.progress import Progress
 
@@ -32,8 +32,8 @@ FILE = "model.onnx"
 OPSET = 18
 SINGLE_FILE = 2**30  # bytes of weights that go into the graph's own file; protobuf ends at 2 GB
 TOLERANCE = 1e-4  # of the largest logit: float32 sums in another order
-MANY = 2**31  # tokens or rows: no limit
-TRACED = (3, 5, 7)  # batch, tokens, past: different numbers, so that none is taken for another
+UNLIMITED = 2**31  # tokens or rows: no limit
+TRACED_SIZES = (3, 5, 7)  # batch, tokens, past: different numbers, so that none is taken for another
 # Batch, prompt, padding on the left of the first row, and tokens after it: no combination was traced.
 CASES = ((1, 1, 0, 2), (1, 11, 0, 4), (2, 9, 4, 6), (4, 6, 2, 1))
 GREEDY_TOKENS = 8
@@ -43,7 +43,7 @@ USE = {
 }
 
 
-class Unfit(Exception):
+class GraphRejected(Exception):
     """A graph that cannot be had, or that computes something else; says why in one line."""
 
 
@@ -108,7 +108,7 @@ def write_onnx(
     """
     require_packages()
     with silence():
-        cases = expect(model)
+        cases = compute_cases(model)
     family = model.config.model_type
     reasons: dict[bool, str] = {}
     for cached in (True, False):
@@ -118,7 +118,7 @@ def write_onnx(
             with progress.bar("check in ONNX Runtime", 1), silence():
                 difference = check_graph(directory / FILE, cases, cached)
             break
-        except Unfit as reason:
+        except GraphRejected as reason:
             reasons[cached] = str(reason)
             for file in directory.glob(f"{FILE}*"):
                 file.unlink()
@@ -136,7 +136,7 @@ def write_onnx(
 
 def write_graph(model: Any, file: Path, cached: bool, single_file: int) -> tuple[list[str], list[str]]:
     """Trace the model and write the graph; return the names of its inputs and outputs."""
-    batch, length, before = TRACED
+    batch, length, before = TRACED_SIZES
     past = [torch.rand(batch, heads, before, width) for heads, width in cache_shapes(model)] if cached else []
     total = before + length if cached else length
     positions = torch.arange(total - length, total).repeat(batch, 1) if takes_positions(model) else None
@@ -157,7 +157,7 @@ def write_graph(model: Any, file: Path, cached: bool, single_file: int) -> tuple
     inputs = [name for name in ("input_ids", "attention_mask", "position_ids") if given[name] is not None]
     inputs += [f"past_key_values.{layer}" for layer in layers]
     outputs = ["logits", *(f"present.{layer}" for layer in layers)]
-    with refusing_as_unfit(), torch.no_grad():
+    with rejecting_graph(), torch.no_grad():
         program = torch.onnx.export(
             Graph(model, cached=cached).eval(),
             kwargs=given,
@@ -169,7 +169,7 @@ def write_graph(model: Any, file: Path, cached: bool, single_file: int) -> tuple
             verbose=False,
         )
     assert program is not None
-    refuse_narrowed(program.exported_program, context_of(model))
+    refuse_limited_length(program.exported_program, context_length(model))
     passes: Any = importlib.import_module("onnx_ir.passes.common")
     passes.ClearMetadataAndDocStringPass()(program.model)  # where in whose Python every node comes from
     size = sum(parameter.nbytes for parameter in model.parameters())
@@ -177,11 +177,13 @@ def write_graph(model: Any, file: Path, cached: bool, single_file: int) -> tuple
     return inputs, outputs
 
 
-def refuse_narrowed(exported: Any, context: int | None) -> None:
+def refuse_limited_length(exported: Any, context: int | None) -> None:
     """A trace takes one side of every comparison with a length, and its graph is silently wrong on the other side."""
     for constraint in exported.range_constraints.values():
-        if constraint.upper < (context or MANY):
-            raise Unfit(f"it computes otherwise beyond {constraint.upper} tokens, and a graph holds one way only")
+        if constraint.upper < (context or UNLIMITED):
+            raise GraphRejected(
+                f"it computes otherwise beyond {constraint.upper} tokens, and a graph holds one way only"
+            )
 
 
 def cache_shapes(model: Any) -> list[tuple[int, int]]:
@@ -191,15 +193,15 @@ def cache_shapes(model: Any) -> list[tuple[int, int]]:
     layers = getattr(cache, "layers", [])
     parts: list[Any] = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
     if not parts or any(part is None or part.ndim != 4 for part in parts):
-        raise Unfit(f"its {type(cache).__name__} is not one of keys and values alone")
+        raise GraphRejected(f"its {type(cache).__name__} is not one of keys and values alone")
     return [(part.shape[1], part.shape[3]) for part in parts]
 
 
 @torch.no_grad()
-def expect(model: Any) -> list[Case]:
+def compute_cases(model: Any) -> list[Case]:
     """What torch computes: whole sequences without a cache, and a greedy continuation by `generate`."""
     rows = model.get_input_embeddings().weight.shape[0]
-    context = context_of(model) or max(prompt + after for _, prompt, _, after in CASES)
+    context = context_length(model) or max(prompt + after for _, prompt, _, after in CASES)
     generator = torch.Generator().manual_seed(0)
     cases = []
     for batch, prompt, padding, after in CASES:
@@ -212,7 +214,7 @@ def expect(model: Any) -> list[Case]:
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **counted).logits
         cases.append(Case(ids, mask, prompt, logits))
     written = min(GREEDY_TOKENS, context - cases[-1].prompt)
-    return [*cases, continuation(model, cases[-1], written)]
+    return [*cases, generate_greedily(model, cases[-1], written)]
 
 
 def takes_positions(model: Any) -> bool:
@@ -224,7 +226,7 @@ def positions_of(mask: Tensor) -> Tensor:
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
-def continuation(model: Any, case: Case, count: int) -> Case:
+def generate_greedily(model: Any, case: Case, count: int) -> Case:
     """The greedy continuation of a case's prompt, whatever sampling the model's own generation config asks for."""
     generation_config = model.generation_config
     model.generation_config = GenerationConfig()
@@ -245,23 +247,25 @@ def continuation(model: Any, case: Case, count: int) -> Case:
 
 
 def check_graph(file: Path, cases: Sequence[Case], cached: bool) -> float:
-    """The largest difference to torch's logits, as a part of the largest logit; too large a one is Unfit."""
+    """The largest difference to torch's logits, as a part of the largest logit; too large a one is GraphRejected."""
     onnxruntime: Any = importlib.import_module("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     largest = 0.0
-    with refusing_as_unfit():
+    with rejecting_graph():
         session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
         for case in cases:
-            difference = compare(compute(session, case, cached), case)
+            difference = measure_difference(run_session(session, case, cached), case)
             if not difference <= TOLERANCE:
                 shape = "×".join(str(size) for size in case.ids.shape)
-                raise Unfit(f"ONNX Runtime's logits differ by {difference:.1e} of the largest one on {shape} tokens")
+                raise GraphRejected(
+                    f"ONNX Runtime's logits differ by {difference:.1e} of the largest one on {shape} tokens"
+                )
             largest = max(largest, difference)
     return largest
 
 
-def compute(session: Any, case: Case, cached: bool) -> Tensor:
+def run_session(session: Any, case: Case, cached: bool) -> Tensor:
     """The logits of every position: the prompt at once and the rest token by token, or all at once without a cache."""
     names = {entry.name: entry for entry in session.get_inputs()}
     batch, length = case.ids.shape
@@ -283,7 +287,7 @@ def compute(session: Any, case: Case, cached: bool) -> Tensor:
     return torch.cat(logits, dim=1)
 
 
-def compare(logits: Tensor, case: Case) -> float:
+def measure_difference(logits: Tensor, case: Case) -> float:
     """How far the logits are apart where tokens are real; a greedy choice may differ only between equal logits."""
     if case.greedy:
         logits = logits[:, case.prompt - 1 : -1]
@@ -309,18 +313,18 @@ def write_companions(model: Any, tokenizer: Any, directory: Path) -> None:
 
 
 @contextmanager
-def refusing_as_unfit() -> Iterator[None]:
+def rejecting_graph() -> Iterator[None]:
     """Whatever the exporter or the runtime raises becomes one line, except that memory or disk ran out."""
     try:
         yield
-    except Unfit:
+    except GraphRejected:
         raise
     except Exception as error:
         chain = list(causes(error))
         if any(is_out_of_memory(cause) or errno_of(cause) is not None for cause in chain):
             raise
         reason = " ".join(str(chain[-1]).split()) or type(chain[-1]).__name__
-        raise Unfit(shorten(reason)) from error
+        raise GraphRejected(shorten(reason)) from error
 
 
 @contextmanager

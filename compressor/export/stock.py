@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from compressor.export.fold import OrdinaryBlock, as_ordinary, fold, neurons_needed
-from compressor.models.blocks import Block, find_blocks, parts_of
+from compressor.export.fold import OrdinaryBlock, fold, neurons_needed, read_ordinary_block
+from compressor.models.blocks import Block, find_blocks, modules_of
 from compressor.models.neurons import Matrix, find_neurons
 from compressor.runtime.errors import InputError
 
@@ -21,7 +21,7 @@ BIAS_KEYS = ("mlp_bias", "use_mlp_bias", "use_bias", "enable_bias", "bias")
 
 
 @dataclass(frozen=True)
-class Place:
+class MatrixLocation:
     """Where a matrix of a block stands: the module's path within the layer, transposed there or not, which outputs."""
 
     path: str
@@ -36,7 +36,7 @@ class Layout:
 
     activation: str
     neurons: int
-    places: Mapping[str, Place]  # of inner, outer and, with a gate, gate
+    places: Mapping[str, MatrixLocation]  # of inner, outer and, with a gate, gate
 
     @property
     def gated(self) -> bool:
@@ -49,18 +49,18 @@ class Layout:
         return next((name for name in needed if not self.places[name].biased), None)
 
 
-def blank(config: Any) -> Any:
+def build_empty(config: Any) -> Any:
     """The stock model of a config without its weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
 
 
-def layout_of(config: Any) -> Layout | None:
+def find_layout(config: Any) -> Layout | None:
     """What the first block of the stock model is made of, found by trying it; None when it is not made of neurons."""
-    model = blank(config)
+    model = build_empty(config)
     block = find_blocks(model)[0]
     generator = torch.Generator().manual_seed(0)
-    for part in parts_of(model, block):
+    for part in modules_of(model, block):
         part.to_empty(device="cpu")
         for parameter in part.parameters():
             parameter.data.normal_(generator=generator)
@@ -70,10 +70,12 @@ def layout_of(config: Any) -> Layout | None:
         return None
     names = {id(module): name for name, module in model.get_submodule(block.layer_path).named_modules()}
 
-    def place(matrix: Matrix) -> Place:
+    def place(matrix: Matrix) -> MatrixLocation:
         module = matrix.module
         transposed = not isinstance(module, nn.Linear)
-        return Place(names[id(module)], transposed, matrix.start or 0, getattr(module, "bias", None) is not None)
+        return MatrixLocation(
+            names[id(module)], transposed, matrix.start or 0, getattr(module, "bias", None) is not None
+        )
 
     places = {"inner": place(neurons.inner_matrix), "outer": place(neurons.outer_matrix)}
     if neurons.gate_matrix is not None:
@@ -81,7 +83,7 @@ def layout_of(config: Any) -> Layout | None:
     return Layout(neurons.activation, neurons.count, places)
 
 
-def widths_of(model: Any, layout: Layout) -> list[int]:
+def count_needed_neurons(model: Any, layout: Layout) -> list[int]:
     """The neurons that every block of a compressed model takes as an ordinary one."""
     return [
         neurons_needed(model.get_submodule(block.path), layout.gated)
@@ -108,7 +110,7 @@ def fold_blocks(model: Any, layout: Layout) -> list[OrdinaryBlock]:
         neurons = find_neurons(model, block)
         if neurons is None or neurons.gated != layout.gated:
             raise InputError(f"{block.path} is not made of neurons that could be read")
-        folded.append(as_ordinary(neurons))
+        folded.append(read_ordinary_block(neurons))
     return folded
 
 
@@ -124,11 +126,11 @@ def assemble(
     Blocks of different widths go in as they are: such a model computes, and whoever stores it must say the widths.
     A bias that the tensors have not is zero; any other tensor must be there.
     """
-    model = blank(config)
+    model = build_empty(config)
     given = dict(tensors)
     for block, ffn in zip(find_blocks(model), blocks, strict=True):
-        given |= {f"{block.layer_path}.{name}": tensor for name, tensor in stored_block(layout, ffn).items()}
-    for owner, name, path in owners(model, "_parameters"):
+        given |= {f"{block.layer_path}.{name}": tensor for name, tensor in name_block_tensors(layout, ffn).items()}
+    for owner, name, path in list_owners(model, "_parameters"):
         if path not in given:
             if not path.endswith("bias"):
                 raise InputError(f"the model has no {path}, which {config.model_type} needs")
@@ -136,14 +138,14 @@ def assemble(
         owner._parameters[name] = nn.Parameter(given[path].detach(), requires_grad=False)
         if isinstance(owner, nn.Linear) and name == "weight":
             owner.out_features, owner.in_features = given[path].shape
-    for owner, name, path in owners(model, "_buffers"):
+    for owner, name, path in list_owners(model, "_buffers"):
         owner._buffers[name] = buffers[path]
     if config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     return model
 
 
-def owners(model: nn.Module, kind: str) -> list[tuple[Any, str, str]]:
+def list_owners(model: nn.Module, kind: str) -> list[tuple[Any, str, str]]:
     """Every parameter or buffer: the module that has it, its name there, and its name in the model."""
     return [
         (module, name, f"{path}.{name}" if path else name)
@@ -153,7 +155,7 @@ def owners(model: nn.Module, kind: str) -> list[tuple[Any, str, str]]:
     ]
 
 
-def stored_block(layout: Layout, ffn: OrdinaryBlock) -> dict[str, Tensor]:
+def name_block_tensors(layout: Layout, ffn: OrdinaryBlock) -> dict[str, Tensor]:
     """A block's tensors by their names in the layer."""
     stored: dict[str, Tensor] = {}
     roles = [("outer", ffn.outer, ffn.bias), ("inner", ffn.inner, ffn.inner_bias)]
@@ -173,12 +175,12 @@ def stored_block(layout: Layout, ffn: OrdinaryBlock) -> dict[str, Tensor]:
     return stored
 
 
-def stock_layout(model: Any) -> tuple[Any, Layout]:
+def find_stock_layout(model: Any) -> tuple[Any, Layout]:
     """The config and the layout of the stock architecture that a compressed model came from, with the biases that
     folded blocks need, or an InputError that says why there is none."""
     config = stock_config(model)
     family = config.model_type
-    layout = layout_of(config)
+    layout = find_layout(config)
     if layout is None:
         raise InputError(f"the blocks of this {family} are not made of neurons with an activation that is known here")
     if layout.missing_bias:
@@ -186,7 +188,7 @@ def stock_layout(model: Any) -> tuple[Any, Layout]:
             if getattr(config, key, None) is False:
                 more = copy.deepcopy(config)
                 setattr(more, key, True)
-                biased = layout_of(more)
+                biased = find_layout(more)
                 if biased is not None and not biased.missing_bias:
                     return more, biased
         matrix = layout.places[layout.missing_bias].path
@@ -194,7 +196,7 @@ def stock_layout(model: Any) -> tuple[Any, Layout]:
     return config, layout
 
 
-def widened(config: Any, layout: Layout, neurons: int) -> tuple[Any, Layout]:
+def widen_blocks(config: Any, layout: Layout, neurons: int) -> tuple[Any, Layout]:
     """The same architecture with blocks of this many neurons."""
     if neurons == layout.neurons:
         return config, layout
@@ -202,7 +204,7 @@ def widened(config: Any, layout: Layout, neurons: int) -> tuple[Any, Layout]:
         if hasattr(config, key):
             other = copy.deepcopy(config)
             setattr(other, key, neurons)
-            wider = layout_of(other)
+            wider = find_layout(other)
             if wider is not None and wider.neurons == neurons:
                 return other, wider
     raise InputError(f"{config.model_type} has blocks of a fixed width, {layout.neurons} neurons")
@@ -217,11 +219,11 @@ def stock_config(model: Any) -> Any:
 
 
 @torch.no_grad()
-def as_stock(model: Any) -> tuple[Any, list[int]]:
+def convert_to_stock(model: Any) -> tuple[Any, list[int]]:
     """A compressed model as its stock architecture with blocks of one width, and the widths that they really need."""
-    config, layout = stock_layout(model)
-    needed = widths_of(model, layout)
-    config, layout = widened(config, layout, max(needed))
+    config, layout = find_stock_layout(model)
+    needed = count_needed_neurons(model, layout)
+    config, layout = widen_blocks(config, layout, max(needed))
     blocks = [ffn.padded(max(needed)) for ffn in fold_blocks(model, layout)]
     stock = assemble(config, layout, model.state_dict(), blocks, dict(model.named_buffers()))
     stock.generation_config = copy.deepcopy(model.generation_config)

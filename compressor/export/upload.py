@@ -34,7 +34,7 @@ TOKENIZER = (
     *("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "*.bpe.model", "*.tiktoken"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
-WRITTEN = (
+FILES_OF_COMPRESS = (
     *REQUIRED,
     *TOKENIZER,
     "generation_config.json",
@@ -46,7 +46,14 @@ WRITTEN = (
 )
 FOLDERS = ("figures", "additional_chat_templates")
 WEIGHTS = ("*.safetensors", INDEX)
-ADDED = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "NOTICE.md", "NOTICE.txt")  # many licences ask for it
+LICENCE_FILES = (
+    "LICENSE",
+    "LICENSE.md",
+    "LICENSE.txt",
+    "NOTICE",
+    "NOTICE.md",
+    "NOTICE.txt",
+)  # many licences ask for it
 UNFINISHED = re.compile(r"\..+\.(partial|old)-\w{8}")
 CARD_BYTES = 2**20
 
@@ -86,7 +93,7 @@ def collect_upload(directory: Path, repo: str) -> Upload:
     if missing:
         raise InputError(f"{missing} of {directory} is a symbolic link; put the file itself there")
     notes = hide_local_paths(files, record, directory)
-    notes.append(put_card(files, record, repo, directory))
+    notes.append(add_card(files, record, repo, directory))
     if isinstance(record, Record) and (record.generation or record.where):
         notes.append(f"{RECORD} and report.html quote the text that it was measured on")
     content = files[CARD]
@@ -133,12 +140,12 @@ def reason_to_leave_out(name: str, path: Path, shards: set[str]) -> str | None:
         return "not a file"
     if any(fnmatchcase(name, pattern) for pattern in WEIGHTS):
         return None if name in shards else "not among the weights that config.json and the index name"
-    return None if is_written_by_compress(name) or name in ADDED else "not written by compress"
+    return None if is_written_by_compress(name) or name in LICENCE_FILES else "not written by compress"
 
 
 def is_written_by_compress(name: str) -> bool:
     """Whether compress writes files of this name."""
-    return any(fnmatchcase(name, pattern) for pattern in (*WRITTEN, *WEIGHTS))
+    return any(fnmatchcase(name, pattern) for pattern in (*FILES_OF_COMPRESS, *WEIGHTS))
 
 
 def hide_local_paths(files: Files, record: Record | SavedRecord, directory: Path) -> list[str]:
@@ -186,13 +193,13 @@ def recipe_paths(settings: Any, revision: str | None) -> Iterator[str]:
     """Models, texts, task files and prompts that a recipe names, unless they are repositories."""
     if not isinstance(settings, dict):
         return
-    models = [model for key in ("model", "cross") for model in words_of(settings.get(key))]
+    models = [model for key in ("model", "cross") for model in list_strings(settings.get(key))]
     yield from (model for model in models if not is_hub_id(model, revision))
-    yield from (split_name(word)[1] for word in words_of(settings.get("text")))
-    yield from (word for key in ("task_path", "prompts") for word in words_of(settings.get(key)))
+    yield from (split_name(word)[1] for word in list_strings(settings.get("text")))
+    yield from (word for key in ("task_path", "prompts") for word in list_strings(settings.get(key)))
 
 
-def words_of(value: Any) -> list[str]:
+def list_strings(value: Any) -> list[str]:
     """The words of a setting, which may be one word or a list; somebody may have written another thing there."""
     return [word for word in (value if isinstance(value, list) else [value]) if isinstance(word, str)]
 
@@ -216,7 +223,7 @@ def shorten_paths(value: Any, paths: Mapping[str, str]) -> Any:
     return value
 
 
-def put_card(files: Files, record: Record | SavedRecord, repo: str, directory: Path) -> str:
+def add_card(files: Files, record: Record | SavedRecord, repo: str, directory: Path) -> str:
     """Keep a card that somebody wrote in; else make one that names the repository in its examples. Returns a note."""
     picture = PICTURE in files
     file = files.get(CARD)

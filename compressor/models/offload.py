@@ -25,7 +25,7 @@ MMAP_THRESHOLD, THRESHOLD_BYTES = -3, 2**20  # M_MMAP_THRESHOLD of glibc
 
 
 @dataclass(eq=False)
-class Slot:
+class DiskTensor:
     """One stored tensor, and every place in the model that holds it (tied weights have several)."""
 
     empty: nn.Parameter  # on the meta device
@@ -45,17 +45,19 @@ class Unit:
 
     weights: Weights
     is_layer: bool
-    slots: list[Slot] = field(default_factory=list)
-    loaded: list[Slot] = field(default_factory=list)
+    tensors: list[DiskTensor] = field(default_factory=list)
+    loaded: list[DiskTensor] = field(default_factory=list)
 
     @property
     def stays(self) -> bool:
-        return not self.is_layer and sum(slot.empty.numel() * slot.empty.element_size() for slot in self.slots) <= SMALL
+        return (
+            not self.is_layer and sum(slot.empty.numel() * slot.empty.element_size() for slot in self.tensors) <= SMALL
+        )
 
     def load(self, modules: list[nn.Module]) -> None:
         """Read what these modules hold of it and is not there yet; a block that is replaced is not read for nothing."""
         wanted = {id(module) for module in modules}
-        missing = [s for s in self.slots if s not in self.loaded and any(id(part) in wanted for part, _ in s.places)]
+        missing = [s for s in self.tensors if s not in self.loaded and any(id(part) in wanted for part, _ in s.places)]
         if missing and not self.stays:
             self.weights.make_room(self)
         for slot in missing:
@@ -75,7 +77,7 @@ class Weights:
     def __init__(self, device: torch.device, scratch: Path | None) -> None:
         self.device = device
         self.scratch = scratch_directory(self, scratch)  # for residual streams
-        self.slots: dict[str, Slot] = {}  # by every name of the tensor in the model
+        self.tensors: dict[str, DiskTensor] = {}  # by every name of the tensor in the model
         self.present: Unit | None = None
 
     def make_room(self, unit: Unit) -> None:
@@ -93,7 +95,7 @@ def offload_to_disk(
     """
     return_freed_memory()
     weights = Weights(device, scratch)
-    slots: dict[int, Slot] = {}
+    slots: dict[int, DiskTensor] = {}
     units: dict[str, Unit] = {}
     for path, module in model.named_modules():
         root = next((layer for layer in layers if f"{path}.".startswith(f"{layer}.")), path)
@@ -104,10 +106,10 @@ def offload_to_disk(
             slot = slots.get(id(parameter))
             if slot is None:
                 unit = units.setdefault(root, Unit(weights, root in layers))
-                slot = slots[id(parameter)] = Slot(parameter, *index[full], unit)
-                unit.slots.append(slot)
+                slot = slots[id(parameter)] = DiskTensor(parameter, *index[full], unit)
+                unit.tensors.append(slot)
             slot.places.append((module, name))
-            weights.slots[full] = slot
+            weights.tensors[full] = slot
             module.__dict__.setdefault(UNITS, {})[slot.unit] = None
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
@@ -115,16 +117,16 @@ def offload_to_disk(
         if path in layers:
             module.register_forward_pre_hook(_enter_layer)
         elif UNITS in module.__dict__ and not any(path.startswith(f"{layer}.") for layer in layers):
-            module.register_forward_pre_hook(lambda module, _: fetch(module, inside=False))
+            module.register_forward_pre_hook(lambda module, _: fetch_weights(module, inside=False))
     model.__dict__[WEIGHTS] = weights
 
 
 def _enter_layer(layer: nn.Module, _: Any) -> None:
     if "forward" not in layer.__dict__:  # one that only hands its input on needs no weights: `stream.handing_on`
-        fetch(layer)
+        fetch_weights(layer)
 
 
-def weights_of(model: Any) -> Weights | None:
+def disk_weights_of(model: Any) -> Weights | None:
     """The weights of a model that keeps them on disk, or None for one that is in memory."""
     found = model.__dict__.get(WEIGHTS)
     return found if isinstance(found, Weights) else None
@@ -132,12 +134,12 @@ def weights_of(model: Any) -> Weights | None:
 
 def device_of(model: Any) -> torch.device:
     """Where the model computes."""
-    weights = weights_of(model)
+    weights = disk_weights_of(model)
     device: torch.device = model.device if weights is None else weights.device
     return device
 
 
-def fetch(module: nn.Module, *, inside: bool = True) -> None:
+def fetch_weights(module: nn.Module, *, inside: bool = True) -> None:
     """Have the module's weights in memory, with those of the modules inside it; running it does this by itself."""
     parts = list(module.modules()) if inside else [module]
     for unit in {unit: None for part in parts for unit in part.__dict__.get(UNITS, ())}:
@@ -149,10 +151,10 @@ def read_tensor(model: Any, name: str) -> Tensor:
     place, _, last = name.rpartition(".")
     module = model.get_submodule(place)
     tensor: Tensor = getattr(module, last)
-    weights = weights_of(model)
+    weights = disk_weights_of(model)
     if weights is None or tensor.device.type != "meta":
         return tensor.detach()
-    slot = weights.slots[name]
+    slot = weights.tensors[name]
     return slot.shard.read(slot.name).to(slot.empty.dtype)
 
 

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compressor.models.blocks import Block, body, hidden_of
-from compressor.models.offload import device_of, weights_of
+from compressor.models.blocks import Block, backbone, hidden_states_of
+from compressor.models.offload import device_of, disk_weights_of
 from compressor.runtime import distributed
 from compressor.runtime.cache import Cache
 from compressor.text import Text, batches
 
-PARTS = ("fitting", "held_out")  # of the calibration windows
-KEEP_SECONDS = 60.0  # between two times that a stream is kept on disk
+CALIBRATION_PARTS = ("fitting", "held_out")  # of the calibration windows
+SAVE_SECONDS = 60.0  # between two times that a stream is kept on disk
 
 
 class _Reached(Exception):
@@ -81,11 +81,11 @@ class Stream:
         self.calls = calls
         self.returned = returned  # how many values a layer returns in a tuple; 0 is a bare tensor
         self.directory = directory
-        self.cache, self.key, self.kept_at = cache, key, time.monotonic()
+        self.cache, self.key, self.saved_at = cache, key, time.monotonic()
         self.position = 0
         self.states: Sequence[Tensor] = TensorSpool((), directory)
 
-    def take_up(self, device: torch.device, latest: int) -> bool:
+    def restore_saved(self, device: torch.device, latest: int) -> bool:
         """Begin where an earlier run kept the stream, if every process did so at the same place."""
         kept = self.cache.read_own(self.key) if self.cache is not None and self.key is not None else None
         place = int(kept.pop("position")) if kept else 0
@@ -97,14 +97,14 @@ class Stream:
         self.states = TensorSpool((kept[f"{number:08d}"].to(device) for number in range(len(kept))), self.directory)
         return True
 
-    def keep(self) -> None:
+    def save_periodically(self) -> None:
         """Once in a while, put the stream on disk, so that a run that was killed does not begin at the first layer."""
         if self.cache is None or self.key is None or self.cache.directory is None:
             return
-        if distributed.broadcast_value(time.monotonic() - self.kept_at > KEEP_SECONDS):
+        if distributed.broadcast_value(time.monotonic() - self.saved_at > SAVE_SECONDS):
             states = {f"{number:08d}": state.cpu() for number, state in enumerate(self.states)}
             self.cache.write_own(self.key, {"position": torch.tensor(self.position), **states})
-            self.kept_at = time.monotonic()
+            self.saved_at = time.monotonic()
 
     def copy(self) -> Stream:
         """The same stream at the same place; it can advance on its own."""
@@ -113,28 +113,28 @@ class Stream:
         other.cache = other.key = None
         return other
 
-    def at(self, states: Sequence[Tensor]) -> Stream:
+    def with_states(self, states: Sequence[Tensor]) -> Stream:
         """The same place with other states."""
         other = self.copy()
         other.states = states
         return other
 
-    def behind(self, states: Iterable[Tensor]) -> Stream:
+    def after_layer(self, states: Iterable[Tensor]) -> Stream:
         """The stream behind its present layer, with these states."""
-        other = self.at(TensorSpool(states, self.directory))
+        other = self.with_states(TensorSpool(states, self.directory))
         other.position += 1
         return other
 
     @torch.no_grad()
-    def run(self) -> Sequence[Tensor]:
+    def run_layer(self) -> Sequence[Tensor]:
         """Run the present layer on every batch and return what comes out, without moving on."""
         layer = self.layers[self.position]
         calls = ((state, self.calls[len(state)][self.position]) for state in self.states)
-        return TensorSpool((hidden_of(layer(state, **call)) for state, call in calls), self.directory)
+        return TensorSpool((hidden_states_of(layer(state, **call)) for state, call in calls), self.directory)
 
     def step(self) -> None:
         """Run the present layer and move behind it."""
-        self.states = self.run()
+        self.states = self.run_layer()
         self.position += 1
 
     def advance(self, to: int) -> None:
@@ -154,7 +154,7 @@ def open_stream(
 ) -> Stream:
     """These windows before the first layer. With a cache and a key the stream is kept on disk now and then, and begins
     where it was kept, at layer `latest` at most."""
-    weights = weights_of(model)
+    weights = disk_weights_of(model)
     layers = [model.get_submodule(block.layer_path) for block in blocks]
     parts = [batch.to(device_of(model)) for batch in distributed.own_share(batches(windows, batch_size))]
     calls: dict[int, list[dict[str, Any]]] = {}
@@ -163,8 +163,8 @@ def open_stream(
         if len(batch) not in calls:
             calls[len(batch)], returned = record_calls(model, layers, batch)
     directory = weights.scratch if weights else None
-    stream = Stream(layers, calls, returned, directory, cache, None if key is None else own_key(key))
-    if not stream.take_up(device_of(model), latest):
+    stream = Stream(layers, calls, returned, directory, cache, None if key is None else process_key(key))
+    if not stream.restore_saved(device_of(model), latest):
         stream.states = TensorSpool((embed(model, layers[0], batch) for batch in parts), directory)
     return stream
 
@@ -179,17 +179,17 @@ def calibration_streams(
     latest: int = 0,
 ) -> list[Stream]:
     """The fitting and the held-out windows of a text, each as a stream of its own."""
-    keys = {part: None if key is None else {**key, "stream": part} for part in PARTS}
+    keys = {part: None if key is None else {**key, "stream": part} for part in CALIBRATION_PARTS}
     return [open_stream(model, blocks, getattr(text, p), batch_size, cache, k, latest) for p, k in keys.items()]
 
 
-def forget_streams(cache: Cache, key: Mapping[str, Any]) -> None:
+def delete_saved_streams(cache: Cache, key: Mapping[str, Any]) -> None:
     """Their pass is complete: what this process kept of the way is not needed again."""
-    for part in PARTS:
-        cache.drop(own_key({**key, "stream": part}))
+    for part in CALIBRATION_PARTS:
+        cache.drop(process_key({**key, "stream": part}))
 
 
-def own_key(key: Mapping[str, Any]) -> dict[str, Any]:
+def process_key(key: Mapping[str, Any]) -> dict[str, Any]:
     """Where this process keeps its share of a stream."""
     return {**key, "rank": distributed.rank(), "ranks": distributed.size()}
 
@@ -203,7 +203,7 @@ def bind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 
 @contextmanager
-def handing_on(
+def passing_through(
     layers: Sequence[nn.Module], returned: list[int], first: Iterator[Tensor] | None = None
 ) -> Iterator[None]:
     """While open, these layers hand their input on as they would their output; the first puts in other states."""
@@ -244,8 +244,8 @@ def record_calls(model: Any, layers: list[nn.Module], batch: Tensor) -> tuple[li
     handles = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
     handles.append(layers[0].register_forward_hook(look))
     try:
-        with handing_on(layers[1:], returned):
-            body(model)(input_ids=batch, use_cache=False)
+        with passing_through(layers[1:], returned):
+            backbone(model)(input_ids=batch, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
@@ -263,7 +263,7 @@ def embed(model: Any, first: nn.Module, batch: Tensor) -> Tensor:
 
     handle = first.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
     try:
-        body(model)(input_ids=batch, use_cache=False)
+        backbone(model)(input_ids=batch, use_cache=False)
     except _Reached:
         pass
     finally:
@@ -272,12 +272,12 @@ def embed(model: Any, first: nn.Module, batch: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def stream_gain(model: Any, block: Block, stream: Stream) -> float | None:
+def measure_stream_gain(model: Any, block: Block, stream: Stream) -> float | None:
     """How many times over the layer adds the block's output to its stream; None when a norm stands between."""
-    return distributed.broadcast_value(own_gain(model, block, stream) if len(stream.states) else None)  # type: ignore[no-any-return]
+    return distributed.broadcast_value(gain_in_process(model, block, stream) if len(stream.states) else None)  # type: ignore[no-any-return]
 
 
-def own_gain(model: Any, block: Block, stream: Stream) -> float | None:
+def gain_in_process(model: Any, block: Block, stream: Stream) -> float | None:
     last = model.get_submodule(block.bypass[-1] if block.bypass else block.path)
     state = stream.states[0]
     call = stream.calls[len(state)][stream.position]
@@ -290,10 +290,10 @@ def own_gain(model: Any, block: Block, stream: Stream) -> float | None:
         nudges.append(noise * output.float().square().mean().sqrt().to(output))
         return output + nudges[0]
 
-    before = hidden_of(layer(state, **call)).double()
+    before = hidden_states_of(layer(state, **call)).double()
     handle = last.register_forward_hook(nudge)
     try:
-        moved = hidden_of(layer(state, **call)).double() - before
+        moved = hidden_states_of(layer(state, **call)).double() - before
     finally:
         handle.remove()
     by = nudges[0].double().reshape(moved.shape)  # OPT flattens its rows
@@ -313,7 +313,7 @@ def resume(model: Any, stream: Stream) -> Iterator[None]:
         return (next(turns),), bind(layer, args, kwargs)[1]
 
     if stream.position:
-        with handing_on(stream.layers[: stream.position], [stream.returned], turns):
+        with passing_through(stream.layers[: stream.position], [stream.returned], turns):
             yield
         return
     handle = stream.layers[0].register_forward_pre_hook(enter, with_kwargs=True)

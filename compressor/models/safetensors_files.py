@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from compressor.models.hub import Snapshot, add_files
+from compressor.models.hub import Snapshot, download_files
 from compressor.runtime.cache import bytes_of, digest
 from compressor.runtime.errors import InputError, reason_of
 from compressor.runtime.safe_files import read_json, unique_keys
@@ -47,7 +47,7 @@ def find_shards(directory: Path, model: str, snapshot: Snapshot | None) -> list[
     if other is not None:  # transformers would unpickle it
         raise InputError(f"{INDEX} of {model} names {other!r}, which is no safetensors file; save the model again")
     if snapshot:
-        add_files(snapshot, names)
+        download_files(snapshot, names)
     missing = [name for name in names if not (directory / name).is_file()]
     if missing and missing != [SINGLE]:
         raise InputError(f"{model} lacks {missing[0]}, which its {INDEX} names; copy or download it again")
@@ -62,7 +62,7 @@ def find_shards(directory: Path, model: str, snapshot: Snapshot | None) -> list[
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """What the header of a file says of one tensor."""
 
     file: Path
@@ -70,12 +70,12 @@ class Stored:
     dtype: torch.dtype | None  # None: not a floating-point number
 
 
-def list_tensors(shards: list[Path], model: str) -> dict[str, Stored]:
+def list_tensors(shards: list[Path], model: str) -> dict[str, StoredTensor]:
     """Every stored tensor by name; a name that stands twice is refused, and so is an index that is wrong."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for shard in shards:
         with open_shard(shard, model) as file:
-            refuse_repeated(shard, model)
+            refuse_repeated_names(shard, model)
             for name in file.keys():  # noqa: SIM118  it is not a mapping
                 if name in found:
                     raise InputError(
@@ -85,7 +85,7 @@ def list_tensors(shards: list[Path], model: str) -> dict[str, Stored]:
                 if part.get_dtype() not in SAFETENSORS_DTYPES:
                     raise InputError(f"{model} has {name} as {part.get_dtype()}; give an unquantised model")
                 dtype = STORAGE_DTYPES.get(part.get_dtype())
-                found[name] = Stored(shard, torch.Size(part.get_shape()), dtype)
+                found[name] = StoredTensor(shard, torch.Size(part.get_shape()), dtype)
     index = shards[0].with_name(INDEX)
     table = {} if shards[0].name == SINGLE or not index.is_file() else read_json(index, model)["weight_map"]
     for name, shard_name in table.items():
@@ -94,7 +94,7 @@ def list_tensors(shards: list[Path], model: str) -> dict[str, Stored]:
     return found
 
 
-def refuse_repeated(shard: Path, model: str) -> None:
+def refuse_repeated_names(shard: Path, model: str) -> None:
     """Of two tensors of one name in a header safetensors takes the last, in silence."""
     with shard.open("rb") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
@@ -106,7 +106,7 @@ def refuse_repeated(shard: Path, model: str) -> None:
         ) from error
 
 
-def main_dtype(stored: Mapping[str, Stored], model: str) -> torch.dtype:
+def main_dtype(stored: Mapping[str, StoredTensor], model: str) -> torch.dtype:
     """The dtype that holds most of the floating-point bytes."""
     sizes: Counter[torch.dtype] = Counter()
     for tensor in stored.values():
@@ -117,7 +117,7 @@ def main_dtype(stored: Mapping[str, Stored], model: str) -> torch.dtype:
     return sizes.most_common(1)[0][0]
 
 
-def hash_weights(stored: Mapping[str, Stored], model: str, computed: torch.dtype) -> str:
+def hash_weights(stored: Mapping[str, StoredTensor], model: str, computed: torch.dtype) -> str:
     """The hash of all tensors, one in memory at a time; NaN and infinite values, as computed with, are refused."""
 
     def sound() -> Iterator[tuple[str, Tensor]]:

@@ -51,7 +51,7 @@ def source_of(model: PreTrainedModel) -> Source:
     return Source(name, getattr(model.config, "_commit_hash", None), model.config.model_type, sha256, model.dtype)
 
 
-def context_of(model: PreTrainedModel) -> int | None:
+def context_length(model: PreTrainedModel) -> int | None:
     """The tokens that the model can take, where its config says so."""
     config = model.config.get_text_config()
     return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
@@ -80,7 +80,7 @@ def describe_origin(source: Source) -> dict[str, Any]:
     link = values.get("license_link")
     if repo and isinstance(link, str) and PLAIN_FILE.fullmatch(link):  # a file beside that card, not beside ours
         values["license_link"] = f"https://huggingface.co/{repo}/blob/{source.revision or 'main'}/{link}"
-    base = {} if repo else find_base(source, values)
+    base = {} if repo else find_base_model(source, values)
     return {**base, **carry_over(values)}
 
 
@@ -93,7 +93,7 @@ def find_card(source: Source) -> Path | None:
     return directory / constants.REPOCARD_NAME if directory.is_absolute() else None
 
 
-def find_base(source: Source, values: Mapping[str, Any]) -> dict[str, str]:
+def find_base_model(source: Source, values: Mapping[str, Any]) -> dict[str, str]:
     """What a local model was made from, where its card or its config plainly names one repository: OWNER/NAME."""
     own = values.get("base_model")
     named = [own[0] if isinstance(own, list) and len(own) == 1 else own]  # of several it is none in particular

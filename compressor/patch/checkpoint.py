@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from compressor.modeling_compressor import replacements
-from compressor.models.offload import read_tensor, weights_of
+from compressor.models.offload import disk_weights_of, read_tensor
 from compressor.models.safetensors_files import INDEX, write_shard
 from compressor.runtime.errors import InputError
 
@@ -35,7 +35,7 @@ def write_checkpoint(
     """
     directory = Path(directory)
     refuse_unsavable(model, directory)
-    streamed = weights_of(model) is not None
+    streamed = disk_weights_of(model) is not None
     weights = {} if streamed else cast(model.state_dict(), dtype)
     config, generation_config = model.config, model.generation_config
     model.config = copy.deepcopy(config)  # saving writes into it
@@ -45,14 +45,14 @@ def write_checkpoint(
     finally:
         model.config, model.generation_config = config, generation_config
     if streamed:
-        write_streamed(model, directory, dtype or model.dtype, max_shard_size)
+        write_weights_from_disk(model, directory, dtype or model.dtype, max_shard_size)
     if dtype is not None:
         set_dtype(directory / "config.json", dtype)
     generation_config.to_json_file(directory / "generation_config.json")
     tokenizer.save_pretrained(directory)
 
 
-def write_streamed(model: Any, directory: Path, dtype: torch.dtype, max_shard_size: int | str) -> None:
+def write_weights_from_disk(model: Any, directory: Path, dtype: torch.dtype, max_shard_size: int | str) -> None:
     """The weights of a model that keeps them on disk, copied tensor by tensor: what save_pretrained would write."""
     guards = [module.guard for module in replacements(model).values()][:1]
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict(keep_vars=True).items()}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from compressor.modeling_compressor import Replacement, restore, specs, swap
-from compressor.models.blocks import Block, placing
+from compressor.models.blocks import Block, placement_of
 from compressor.models.source import identify
 from compressor.runtime.cache import digest
 
@@ -67,4 +67,4 @@ def identify_patched(model: Any, replacements: Mapping[int, Replacement]) -> dic
 
 def as_stored(module: Replacement, model: Any, block: Block, stored: torch.dtype) -> Replacement:
     """The module as it can stand in the block's place: rounded to the stored dtype, then as the model computes."""
-    return module.to(stored).to(**placing(model, block))
+    return module.to(stored).to(**placement_of(model, block))

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.models.load import leave_on_disk, load_config, load_weights, quiet
-from compressor.models.offload import device_of, weights_of
+from compressor.models.load import keep_weights_on_disk, load_config, load_weights, quiet
+from compressor.models.offload import device_of, disk_weights_of
 from compressor.models.source import source_of
 from compressor.runtime.errors import InputError
 from compressor.runtime.progress import Progress
@@ -19,7 +19,7 @@ from compressor.runtime.resources import available_memory
 from compressor.runtime.safe_files import read_json
 
 TOKENS = 16
-SPARE = 1.2  # times its weights: the memory that a second copy of a model takes
+COPY_MEMORY_FACTOR = 1.2  # times its weights: the memory that a second copy of a model takes
 ROUNDING = (1e-4, 16)  # of the largest logit, and of the coarser precision: what rounding may change
 
 
@@ -39,8 +39,8 @@ def verify_written(
 
     Where memory does not hold a second copy, it is read and run a layer at a time.
     """
-    name, layers = str(directory), not has_room(model)
-    if layers and weights_of(model) is None:
+    name, layers = str(directory), not has_memory_for_copy(model)
+    if layers and disk_weights_of(model) is None:
         progress.say("memory is short of a second copy: what was written is read again a layer at a time")
     try:
         with quiet():
@@ -50,7 +50,7 @@ def verify_written(
     except InputError as error:
         raise InputError(f"what was written cannot be read again ({error}); nothing was kept") from error
     if layers:
-        leave_on_disk(again, device_of(model))
+        keep_weights_on_disk(again, device_of(model))
     else:
         again.to(device_of(model))
     return compare_logits(model, again, tokens, stored or source_of(model).dtype)
@@ -71,13 +71,13 @@ def compare_logits(model: Any, again: Any, tokens: Tensor, stored: torch.dtype) 
 
 
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
-    with evaluating(model):
+    with evaluation_mode(model):
         found: Tensor = model(input_ids=tokens.to(device_of(model)), use_cache=False).logits
     return found.double().cpu()
 
 
 @contextmanager
-def evaluating(model: Any) -> Iterator[None]:
+def evaluation_mode(model: Any) -> Iterator[None]:
     """The model in evaluation mode; each of its modules is put back into its own."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -88,12 +88,12 @@ def evaluating(model: Any) -> Iterator[None]:
             module.training = mode
 
 
-def has_room(model: Any) -> bool:
+def has_memory_for_copy(model: Any) -> bool:
     """Whether a second copy can be had where the model is, and on the way there."""
     parameters = list(model.parameters())
     if any(p.device.type == "meta" for p in parameters):
         return False
-    needed: float = SPARE * sum(p.numel() * p.element_size() for p in parameters)
+    needed: float = COPY_MEMORY_FACTOR * sum(p.numel() * p.element_size() for p in parameters)
     free = [available_memory()]
     if model.device.type == "cuda":
         free.append(torch.cuda.mem_get_info(model.device)[0])

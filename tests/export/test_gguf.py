@@ -24,7 +24,7 @@ from zoo import (
 )
 
 from compressor.export.gguf import DTYPES, MULTIPLE, write_gguf
-from compressor.export.llama import as_llama
+from compressor.export.llama import convert_to_llama
 from compressor.export.llamacpp import Runner
 from compressor.plan.shapes import Shape
 
@@ -71,14 +71,14 @@ def check_in_llamacpp(model: Any, file: Path, off: float = 1e-4) -> None:
 def test_every_llama_type_in_llamacpp(family: str, shapes: Any, tmp_path: Path) -> None:
     model = compressed(family, shapes)
     file = tmp_path / "model.gguf"
-    write_gguf(as_llama(model, multiple=MULTIPLE, kept=True), tiny_tokenizer(), file, "f32", family)
+    write_gguf(convert_to_llama(model, multiple=MULTIPLE, kept=True), tiny_tokenizer(), file, "f32", family)
     check_in_llamacpp(model, file)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_replacement_beside_blocks_that_stay(kind: str, tmp_path: Path) -> None:
     model = compressed("llama-plain", {1: KINDS[kind]})
-    llama = as_llama(model, multiple=MULTIPLE, kept=True)
+    llama = convert_to_llama(model, multiple=MULTIPLE, kept=True)
     write_gguf(llama, tiny_tokenizer(), tmp_path / "model.gguf", "f32", kind)
     check_in_llamacpp(model, tmp_path / "model.gguf")
     widths = read(tmp_path / "model.gguf").get_field("deci.feed_forward_length").contents()
@@ -105,7 +105,7 @@ def test_the_weights_are_what_was_asked_for(compress: Compress, dtype: str, tmp_
 
 def zero_biases(model: Any) -> int:
     """Parameters that a LlamaForCausalLM counts and the file leaves out."""
-    llama = as_llama(model, multiple=MULTIPLE, kept=True).model
+    llama = convert_to_llama(model, multiple=MULTIPLE, kept=True).model
     biases = [tensor for name, tensor in llama.named_parameters() if name.endswith("_proj.bias")]
     return sum(bias.numel() for bias in biases if not bias.any())
 
@@ -139,7 +139,7 @@ def test_a_tokenizer_with_a_known_difference_is_told(compress: Compress, tmp_pat
 def test_what_is_stored_is_what_was_folded(tmp_path: Path) -> None:
     """Read by the gguf package, not by what wrote it."""
     model = compressed("llama", SHAPES)
-    llama = as_llama(model, multiple=MULTIPLE, kept=True)
+    llama = convert_to_llama(model, multiple=MULTIPLE, kept=True)
     write_gguf(llama, tiny_tokenizer(), tmp_path / "model.gguf", "f32", "t")
     tensors = {tensor.name: np.array(tensor.data) for tensor in read(tmp_path / "model.gguf").tensors}
     layer = llama.model.model.layers[1]
@@ -179,7 +179,7 @@ def test_a_file_that_llamacpp_reads_otherwise_is_not_kept(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     save_compressed(tmp_path / "small", "llama")
-    monkeypatch.setattr("compressor.export.gguf.paired", lambda tensor, head: tensor)
+    monkeypatch.setattr("compressor.export.gguf.halves_to_pairs", lambda tensor, head: tensor)
     line = refused("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "model.gguf")
     assert "in llama.cpp a log-probability is off by" in line
 

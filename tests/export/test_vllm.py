@@ -12,7 +12,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 from zoo import LINEAR_SHAPES, SHAPES, compressed, logits, stored, tiny_tokenizer
 
-from compressor.export.llama import as_llama
+from compressor.export.llama import convert_to_llama
 from compressor.export.vllm import MULTIPLE, write_decilm
 
 
@@ -45,7 +45,7 @@ def read_as_vllm(directory: Path) -> Any:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "granite-scaled", "llama-llama3"])
 def test_what_vllm_would_read_is_the_model(family: str, shapes: Any, tmp_path: Path) -> None:
     model = compressed(family, shapes)
-    write_decilm(as_llama(model, multiple=MULTIPLE), tiny_tokenizer(), tmp_path, torch.float32)
+    write_decilm(convert_to_llama(model, multiple=MULTIPLE), tiny_tokenizer(), tmp_path, torch.float32)
     expected = logits(model)
     assert (logits(read_as_vllm(tmp_path)) - expected).abs().max() < 2e-6 * expected.abs().max()
 
@@ -61,7 +61,7 @@ def test_every_width_comes_back(hidden: int) -> None:
 
 
 def test_the_config_survives_a_round_trip(tmp_path: Path) -> None:
-    write_decilm(as_llama(compressed("llama"), multiple=256), tiny_tokenizer(), tmp_path, torch.bfloat16)
+    write_decilm(convert_to_llama(compressed("llama"), multiple=256), tiny_tokenizer(), tmp_path, torch.bfloat16)
     before = json.loads((tmp_path / "config.json").read_text())
     config = AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
     assert config.to_dict()["block_configs"] == before["block_configs"]

@@ -31,7 +31,7 @@ from compressor.evaluate.perplexity import evaluate
 from compressor.measure.profile import measure
 from compressor.measure.swap import Sweeper
 from compressor.models.blocks import find_blocks
-from compressor.models.load import load_model, spread
+from compressor.models.load import choose_device_map, load_model
 from compressor.models.safetensors_files import write_shard
 from compressor.patch.checkpoint import count_parameters, write_checkpoint
 from compressor.patch.tree import patch, patched
@@ -120,9 +120,9 @@ def test_a_model_larger_than_one_gpu_is_spread_over_all_of_them(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (free[number], 200))
     if expected is None:
         with pytest.raises(InputError, match="add --low-memory"):
-            spread("it", 70, torch.device("cuda"), device)
+            choose_device_map("it", 70, torch.device("cuda"), device)
     else:
-        assert spread("it", 70, torch.device("cuda"), device) == expected
+        assert choose_device_map("it", 70, torch.device("cuda"), device) == expected
 
 
 def test_a_model_larger_than_memory_is_refused_before_it_is_read(
