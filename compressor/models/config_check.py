@@ -95,7 +95,7 @@ def check_config_fits(
 
 
 def read_replacement_specs(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The replacement specs in the config of a compressed checkpoint, by module path; meta_model for any other config."""
+    """The replacement specs in the config of a compressed checkpoint, by module path; none in any other config."""
     table = (raw.get("quantization_config") or {}).get("replacements") or {}
     if not isinstance(table, dict) or not all(isinstance(spec, dict) for spec in table.values()):
         raise ValueError("quantization_config.replacements is not a table of replacements")
@@ -104,7 +104,7 @@ def read_replacement_specs(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 @torch.no_grad()
 def run_short_pass(loaded: Any) -> None:
-    """Run two tokens through the model, so that settings that cannot be computed with fail here, not in a measurement."""
+    """Run two tokens through the model: settings that cannot be computed with fail here, not in a measurement."""
     ids = torch.zeros(1, 2, dtype=torch.long, device=device_of(loaded))
     output = loaded(input_ids=ids, use_cache=True)
     if output.logits.shape[:2] != ids.shape:

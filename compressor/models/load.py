@@ -220,7 +220,7 @@ def load_tokenizer(
             directory, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
         )
         tokens = tokenizer(SAMPLE)["input_ids"]
-        # Added tokens, such as an untrained padding token, may lie beyond the embeddings: ordinary text never gives them.
+        # Added tokens, such as an untrained padding token, may lie beyond the embeddings: ordinary text never has them.
         highest = max(set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder), default=0)
     if not tokens or len(tokenizer) <= len(tokenizer.all_special_ids):
         raise InputError(f"the tokenizer of {model} has no vocabulary; save the tokenizer in the same directory")
