@@ -1,4 +1,4 @@
-"""Which files of a compressed checkpoint are sent to the Hub: those that compress writes, without local paths."""
+"""Choose the files of a compressed checkpoint that are sent to the Hub, and remove local paths from them."""
 
 from __future__ import annotations
 
@@ -53,34 +53,37 @@ LICENCE_FILES = (
     "NOTICE",
     "NOTICE.md",
     "NOTICE.txt",
-)  # many licences ask for it
+)  # many licences demand them
 UNFINISHED = re.compile(r"\..+\.(partial|old)-\w{8}")
 CARD_BYTES = 2**20
 
-Files = dict[str, Path | bytes]  # by their name in the repository: a file of the directory, or the bytes sent for it
+Files = dict[str, Path | bytes]  # by name in the repository: a file of the directory, or bytes to send instead
 
 
 @dataclass(frozen=True)
 class Upload:
-    """What is sent of a checkpoint, and what is not."""
+    """The files of a checkpoint that are sent, and those that are left out."""
 
     files: Files
-    left_out: dict[str, str]  # name → why
+    left_out: dict[str, str]  # name → reason
     notes: list[str]
     metadata: dict[str, Any]  # of the card
     model: str  # the name of the source
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of every file."""
-        return {n: len(c) if isinstance(c, bytes) else c.stat().st_size for n, c in self.files.items()}
+        """The size of every file in bytes."""
+        return {
+            name: len(content) if isinstance(content, bytes) else content.stat().st_size
+            for name, content in self.files.items()
+        }
 
 
 def collect_upload(directory: Path, repo: str) -> Upload:
-    """What is to be sent of a checkpoint; refused if it is not whole, or if the Hub would not take its card."""
+    """The upload of a checkpoint. One that is incomplete, or whose card the Hub would reject, is refused."""
     record = read_record(directory)
     if UNFINISHED.fullmatch(directory.resolve().name):
         raise InputError(f"{directory} is what a run left half done; give the directory that it was to become")
-    shards = require_whole(directory, record)
+    shards = require_complete(directory, record)
     files: Files = {}
     left_out: dict[str, str] = {}
     for name, path in list_files(directory):
@@ -103,8 +106,8 @@ def collect_upload(directory: Path, repo: str) -> Upload:
     return Upload(dict(sorted(files.items())), left_out, notes, metadata, last_part(record.source.model))
 
 
-def require_whole(directory: Path, record: Record | SavedRecord) -> set[str]:
-    """Load the model as a user would, to see that its files belong together; return the names of its weights."""
+def require_complete(directory: Path, record: Record | SavedRecord) -> set[str]:
+    """Load the model to check that its files belong together; return the names of its weight files."""
     for name in REQUIRED:
         if not (directory / name).is_file():
             raise InputError(f"{directory} lacks {name}; it is not a whole checkpoint of compress, make it again")
@@ -122,7 +125,7 @@ def require_whole(directory: Path, record: Record | SavedRecord) -> set[str]:
 
 
 def list_files(directory: Path) -> Iterator[tuple[str, Path]]:
-    """Every file by its name from the directory; a folder that nothing is taken from is named instead of its files."""
+    """Every file with its name relative to the directory; folders other than FOLDERS are listed, but not entered."""
     for path in sorted(directory.iterdir()):
         if path.name in FOLDERS and path.is_dir() and not path.is_symlink():
             yield from ((f"{path.name}/{inner.name}", inner) for inner in sorted(path.iterdir()))
@@ -149,7 +152,7 @@ def is_written_by_compress(name: str) -> bool:
 
 
 def hide_local_paths(files: Files, record: Record | SavedRecord, directory: Path) -> list[str]:
-    """Put copies in the place of the files that name directories of this machine; return a note for each."""
+    """Replace the files that contain local paths by copies without directories; return a note for each."""
     paths = local_paths(record_paths(record))
     changed = []
     values = read_json(directory / RECORD, str(directory))
@@ -172,12 +175,12 @@ def hide_local_paths(files: Files, record: Record | SavedRecord, directory: Path
 
 
 def local_paths(names: Iterable[str]) -> dict[str, str]:
-    """Of these names, those that are paths of this machine, each with its last part."""
+    """Those of the names that are local paths, each with its last part."""
     return {name: last_part(name) for name in names if re.search(r"[/\\]", name) and not name.startswith("hub:")}
 
 
 def record_paths(record: Record | SavedRecord) -> Iterator[str]:
-    """Models, texts and task files that a record names, unless they are repositories."""
+    """The models, texts and task files in a record, except repositories of the Hub."""
     revision = record.source.revision
     models = [record.source.model]
     if isinstance(record, Record):
@@ -190,7 +193,7 @@ def record_paths(record: Record | SavedRecord) -> Iterator[str]:
 
 
 def recipe_paths(settings: Any, revision: str | None) -> Iterator[str]:
-    """Models, texts, task files and prompts that a recipe names, unless they are repositories."""
+    """The models, texts, task files and prompts in a recipe, except repositories of the Hub."""
     if not isinstance(settings, dict):
         return
     models = [model for key in ("model", "cross") for model in list_strings(settings.get(key))]
@@ -200,12 +203,12 @@ def recipe_paths(settings: Any, revision: str | None) -> Iterator[str]:
 
 
 def list_strings(value: Any) -> list[str]:
-    """The words of a setting, which may be one word or a list; somebody may have written another thing there."""
+    """The strings of a setting that is a string or a list; other values, which a user may have written, are skipped."""
     return [word for word in (value if isinstance(value, list) else [value]) if isinstance(word, str)]
 
 
 def shorten_paths(value: Any, paths: Mapping[str, str]) -> Any:
-    """The value with every one of these paths as its last part, also inside of other words when it is absolute."""
+    """The value with each of these paths replaced by its last part; absolute paths also within longer strings."""
     if isinstance(value, dict):
         return {key: shorten_paths(item, paths) for key, item in value.items()}
     if isinstance(value, list):
@@ -224,7 +227,7 @@ def shorten_paths(value: Any, paths: Mapping[str, str]) -> Any:
 
 
 def add_card(files: Files, record: Record | SavedRecord, repo: str, directory: Path) -> str:
-    """Keep a card that somebody wrote in; else make one that names the repository in its examples. Returns a note."""
+    """Keep a card that somebody has edited; else make one that names the repository in its examples. Returns a note."""
     picture = PICTURE in files
     file = files.get(CARD)
     text = read_card(file) if isinstance(file, Path) else None
@@ -239,6 +242,7 @@ def add_card(files: Files, record: Record | SavedRecord, repo: str, directory: P
 
 
 def read_card(file: Path) -> str:
+    """The text of a card, which must be UTF-8 and not larger than CARD_BYTES."""
     try:
         return read_text(file, CARD_BYTES)
     except (OSError, UnicodeDecodeError, Malformed) as error:

@@ -50,11 +50,8 @@ class Unit:
 
     @property
     def stays_in_memory(self) -> bool:
-        return (
-            not self.is_layer
-            and sum(stored.placeholder.numel() * stored.placeholder.element_size() for stored in self.tensors)
-            <= SMALL_UNIT_BYTES
-        )
+        parameters = [stored.placeholder for stored in self.tensors]
+        return not self.is_layer and sum(p.numel() * p.element_size() for p in parameters) <= SMALL_UNIT_BYTES
 
     def load(self, modules: list[nn.Module]) -> None:
         """Read the tensors of these modules that are not in memory yet, and no others: a replaced block is not read."""

@@ -291,10 +291,10 @@ def measure_stream_gain(model: Any, block: Block, stream: Stream) -> float | Non
 
     None when the layer does something else with it, such as a norm.
     """
-    return distributed.broadcast_value(perturb_block(model, block, stream) if len(stream.states) else None)  # type: ignore[no-any-return]
+    return distributed.broadcast_value(estimate_gain(model, block, stream) if len(stream.states) else None)  # type: ignore[no-any-return]
 
 
-def perturb_block(model: Any, block: Block, stream: Stream) -> float | None:
+def estimate_gain(model: Any, block: Block, stream: Stream) -> float | None:
     """The same gain, from the first batch of this process: noise is added to the block's output."""
     last = model.get_submodule(block.bypass[-1] if block.bypass else block.path)
     state = stream.states[0]

@@ -73,7 +73,7 @@ def identify(model: Any) -> dict[str, Any]:
 
 
 def describe_origin(source: Source) -> dict[str, Any]:
-    """Licence, languages and base model for the card of a compressed copy; only what the source's own card states."""
+    """Licence, languages, data sets and base model for the card of a compressed copy, from the source's own card."""
     file = find_card(source)
     values = read_front_matter(file) if file else {}
     repo = source.model if is_hub_id(source.model, source.revision) else None

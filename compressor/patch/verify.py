@@ -92,7 +92,7 @@ def evaluation_mode(model: Any) -> Iterator[None]:
 
 
 def has_memory_for_copy(model: Any) -> bool:
-    """Whether memory suffices for a second copy: on the CPU, where it is loaded, and on the model's GPU if it has one."""
+    """Whether memory suffices for a second copy: on the CPU, where it is loaded, and on the model's GPU if any."""
     parameters = list(model.parameters())
     if any(p.device.type == "meta" for p in parameters):
         return False
