@@ -106,9 +106,8 @@ def refuse_other_neurons(module: Replacement, activation: str, gated: bool) -> N
     if not module.neurons:
         return
     kept, target = (ACT2FN[str(name)](GRID) for name in (module.activation, activation))
-    if module.gated != gated or not torch.allclose(
-        kept, target, atol=1e-6
-    ):  # by value, because some activations have several names
+    same_activation = torch.allclose(kept, target, atol=1e-6)  # by value, because some have several names
+    if module.gated != gated or not same_activation:
         kinds = [f"{'gated ' * gate}{act}" for act, gate in ((module.activation, module.gated), (activation, gated))]
         raise InputError(f"its kept neurons are {kinds[0]}, and the target's blocks are {kinds[1]}")
 

@@ -411,10 +411,9 @@ def name_steps(part: dict[str, Any]) -> tuple[str, ...]:
     if kind == "Split" and "Regex" in part["pattern"]:
         pattern = part["pattern"]["Regex"].replace("\r", r"\r").replace("\n", r"\n")
         # Whether text between matches is kept or dropped makes no difference for a pattern that matches everything.
-        everything = (part["behavior"], part["invert"]) == ("Removed", True) and pattern.endswith(
-            (PUNCTUATION, PUNCTUATION_WITH_SLASHES)
-        )
-        if everything or (part["behavior"], part["invert"]) == ("Isolated", False):
+        matches_everything = pattern.endswith((PUNCTUATION, PUNCTUATION_WITH_SLASHES))
+        mode = (part["behavior"], part["invert"])
+        if mode == ("Isolated", False) or (mode == ("Removed", True) and matches_everything):
             return (f"split {pattern}",)
     return (f"unknown {kind}",)
 

@@ -78,9 +78,7 @@ def describe_origin(source: Source) -> dict[str, Any]:
     values = read_front_matter(file) if file else {}
     repo = source.model if is_hub_id(source.model, source.revision) else None
     link = values.get("license_link")
-    if (
-        repo and isinstance(link, str) and PLAIN_FILE.fullmatch(link)
-    ):  # the file is in the source's repository, not in the copy's
+    if repo and isinstance(link, str) and PLAIN_FILE.fullmatch(link):  # a file of the source's repository
         values["license_link"] = f"https://huggingface.co/{repo}/blob/{source.revision or 'main'}/{link}"
     base = {} if repo else find_base_model(source, values)
     return {**base, **carry_over(values)}

@@ -1,4 +1,4 @@
-"""Put replacements into a model in memory, and take them out again."""
+"""Put replacements into the module tree of a model in memory, and take them out again."""
 
 from __future__ import annotations
 
