@@ -56,15 +56,15 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_windows_are_consecutive_disjoint_and_in_order(file: Path) -> None:
-    found = splits(load_text(file, Bytes(), **SIZES))
-    assert [len(part) for part in found] == [50, 10, 20]
+    chosen = splits(load_text(file, Bytes(), **SIZES))
+    assert [len(part) for part in chosen] == [50, 10, 20]
     text = numbered(500).splitlines(keepends=True)
-    drawn = [line for part in found for line in part]
+    drawn = [line for part in chosen for line in part]
     assert set(drawn) <= set(text)  # each window is sixteen consecutive bytes, on the grid
     assert len(set(drawn)) == len(drawn)
     assert drawn == sorted(drawn)  # first calibration, then selection, then verification
-    assert found[0][-1] < text[500 * 50 // 80]
-    assert text[500 * 50 // 80] <= found[1][0] <= found[1][-1] < text[500 * 60 // 80] <= found[2][0]
+    assert chosen[0][-1] < text[500 * 50 // 80]
+    assert text[500 * 50 // 80] <= chosen[1][0] <= chosen[1][-1] < text[500 * 60 // 80] <= chosen[2][0]
 
 
 def test_held_out_windows_are_not_fitted_on(file: Path) -> None:
@@ -112,8 +112,8 @@ def test_every_file_contributes_to_every_split(file: Path, tmp_path: Path) -> No
 
 def test_whole_text_is_used_when_it_is_just_enough(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(numbered(80), encoding="utf-8")
-    found = splits(load_text(tmp_path / "text.txt", Bytes(), **SIZES))
-    assert [line for part in found for line in part] == numbered(80).splitlines(keepends=True)
+    chosen = splits(load_text(tmp_path / "text.txt", Bytes(), **SIZES))
+    assert [line for part in chosen for line in part] == numbered(80).splitlines(keepends=True)
     (tmp_path / "text.txt").write_text(numbered(79), encoding="utf-8")
     with pytest.raises(InputError, match=r"it has 1264 tokens in windows of 16, the splits need 1280"):
         load_text(tmp_path / "text.txt", Bytes(), **SIZES)

@@ -46,8 +46,8 @@ def read(file: Path) -> Any:
 
 @torch.no_grad()
 def expected_log_probabilities(model: Any, ids: list[int]) -> torch.Tensor:
-    found = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
-    return found.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    log_probabilities = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+    return log_probabilities.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
 def check_in_llamacpp(model: Any, file: Path, off: float = 1e-4) -> None:
@@ -57,10 +57,10 @@ def check_in_llamacpp(model: Any, file: Path, off: float = 1e-4) -> None:
     with torch.no_grad():
         greedy = model.generate(torch.tensor([ids[:20]]), max_new_tokens=24, do_sample=False)[0, 20:].tolist()
     with Runner(file) as run:
-        found = torch.tensor(run.log_probabilities(ids), dtype=torch.float64)
+        measured = torch.tensor(run.log_probabilities(ids), dtype=torch.float64)
         continued = run.continue_greedily(ids[:20], 24)
-    assert (found - expected).abs().max() < off
-    assert math.exp(expected.mean() - found.mean()) == pytest.approx(1, abs=1e-3)
+    assert (measured - expected).abs().max() < off
+    assert math.exp(expected.mean() - measured.mean()) == pytest.approx(1, abs=1e-3)
     end = model.generation_config.eos_token_id
     stop = greedy.index(end) if end in greedy else len(greedy)
     assert [token for token in continued if token != end] == greedy[:stop]
@@ -145,8 +145,8 @@ def test_what_is_stored_is_what_was_folded(tmp_path: Path) -> None:
     write_gguf(llama, tiny_tokenizer(), tmp_path / "model.gguf", "f32", "t")
     tensors = {tensor.name: np.array(tensor.data) for tensor in read(tmp_path / "model.gguf").tensors}
     layer = llama.model.model.layers[1]
-    for name, own in (("gate", layer.mlp.gate_proj), ("up", layer.mlp.up_proj), ("down", layer.mlp.down_proj)):
-        assert np.array_equal(tensors[f"blk.1.ffn_{name}.weight"], own.weight.numpy())
+    for name, module in (("gate", layer.mlp.gate_proj), ("up", layer.mlp.up_proj), ("down", layer.mlp.down_proj)):
+        assert np.array_equal(tensors[f"blk.1.ffn_{name}.weight"], module.weight.numpy())
     assert np.array_equal(tensors["blk.1.ffn_down.bias"], layer.mlp.down_proj.bias.numpy())
     assert "output.weight" not in tensors  # tied
     assert "rope_freqs.weight" not in tensors

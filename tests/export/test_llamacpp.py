@@ -60,16 +60,16 @@ def test_log_probabilities_are_those_of_transformers(model: LlamaForCausalLM, ru
     with torch.no_grad():
         expected = model(torch.tensor([IDS])).logits[0].double().log_softmax(-1)
     expected = expected[:-1].gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
-    found = torch.tensor(run.log_probabilities(IDS), dtype=torch.float64)
+    measured = torch.tensor(run.log_probabilities(IDS), dtype=torch.float64)
     assert expected.std() > 1  # or the comparison would prove little
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(measured, expected, atol=1e-4, rtol=1e-5)
     assert run.log_probabilities(IDS[:1]) == []
 
 
 def test_greedy_tokens_are_those_of_transformers(model: LlamaForCausalLM, run: Runner) -> None:
     inputs = torch.tensor([IDS])
-    told = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=20, do_sample=False)
-    assert run.continue_greedily(IDS, 20) == told[0, len(IDS) :].tolist()
+    generated = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=20, do_sample=False)
+    assert run.continue_greedily(IDS, 20) == generated[0, len(IDS) :].tolist()
 
 
 def test_the_cache_of_k_and_v_may_be_smaller(file: Path, run: Runner) -> None:

@@ -65,7 +65,7 @@ class Written:
     directory: Path
     graph: OnnxGraph
     before: Tensor
-    said: str
+    messages: str
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +81,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written
             before = forward(model, *batch(2, 9, 2))
             (root / "onnx").mkdir()
             progress = Progress(visible=True)
-            with progress.console.capture() as said:
+            with progress.console.capture() as captured:
                 # One model's weights lie beside its graph, as those of a large model do.
                 single_file = {} if name != "opt" else {"single_file": 0}
                 graph = write_onnx(model, tokenizer, root / "onnx", progress, **single_file)
-            done[name] = Written(model, root / "onnx", graph, before, said.get())
+            done[name] = Written(model, root / "onnx", graph, before, captured.get())
         return done[name]
 
     return of
@@ -124,15 +124,15 @@ def run(directory: Path, ids: Tensor, mask: Tensor, pieces: list[int]) -> Tensor
         if "position_ids" in taken:
             given["position_ids"] = positions(mask)[:, start:end]
         names = [entry.name for entry in session.get_outputs()]
-        found = dict(zip(names, session.run(None, {k: v.numpy() for k, v in given.items()} | past), strict=True))
-        logits.append(torch.from_numpy(found["logits"]))
-        past = {name: found[name.replace("past_key_values", "present")] for name in past}
+        outputs = dict(zip(names, session.run(None, {k: v.numpy() for k, v in given.items()} | past), strict=True))
+        logits.append(torch.from_numpy(outputs["logits"]))
+        past = {name: outputs[name.replace("past_key_values", "present")] for name in past}
     return torch.cat(logits, dim=1)
 
 
-def same(found: Tensor, expected: Tensor, mask: Tensor) -> bool:
+def same(logits: Tensor, expected: Tensor, mask: Tensor) -> bool:
     real = mask.bool()
-    return bool((found - expected)[real].abs().max() <= 1e-5 * expected[real].abs().max())
+    return bool((logits - expected)[real].abs().max() <= 1e-5 * expected[real].abs().max())
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -179,8 +179,8 @@ def test_the_model_stays_as_it_was(written: Callable[[str], Written]) -> None:
 
 
 def test_only_our_own_lines_are_said(written: Callable[[str], Written]) -> None:
-    assert written("gpt2").said.count("\n") == 3
-    lines = written("mpt").said.splitlines()
+    assert written("gpt2").messages.count("\n") == 3
+    lines = written("mpt").messages.splitlines()
     assert any(line.startswith("no key-value cache for mpt, so its graph is for scoring (") for line in lines)
     assert "scoring" in written("mpt").graph.use
 

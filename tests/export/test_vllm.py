@@ -32,12 +32,12 @@ def read_as_vllm(directory: Path) -> Any:
         assert not block.ffn.no_op
         assert plain.num_attention_heads // block.attention.n_heads_in_group == plain.num_key_value_heads
         width = width_in_vllm(block.ffn.ffn_mult, plain.hidden_size)
-        own = LlamaConfig(**{**plain.to_dict(), "intermediate_size": width, "hidden_act": block.ffn.hidden_act})
-        layer.mlp = LlamaMLP(own)
-    found = {name: tensor.float() for name, tensor in stored(directory).items()}
+        widened = LlamaConfig(**{**plain.to_dict(), "intermediate_size": width, "hidden_act": block.ffn.hidden_act})
+        layer.mlp = LlamaMLP(widened)
+    tensors = {name: tensor.float() for name, tensor in stored(directory).items()}
     if plain.tie_word_embeddings:
-        found["lm_head.weight"] = found["model.embed_tokens.weight"]
-    model.load_state_dict(found, strict=True)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    model.load_state_dict(tensors, strict=True)
     return model
 
 

@@ -81,25 +81,25 @@ def in_memory(model: Any) -> set[str]:
 @pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_every_stage_gives_the_same_numbers(family: str, both: Both) -> None:
     text = random_text()
-    found = [stages(model, text) for model in both(family)]
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+    results = [stages(model, text) for model in both(family)]
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon", "opt", "bloom"])
 def test_a_model_that_accelerate_has_placed_gives_the_same_numbers(family: str) -> None:
     """Every layer behind accelerate's hooks, as on several GPUs."""
     text = random_text()
-    found = []
+    results = []
     for placed in (False, True):
         model = tiny_model(family)
         if placed:
             places = {name: "cpu" for name, module in model.named_modules() if not list(module.children())}
             places |= {block.layer_path: "cpu" for block in find_blocks(model)}
             model = dispatch_model(model, places, main_device="cpu", force_hooks=True)
-        found.append(stages(model, text))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+        results.append(stages(model, text))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,8 @@ def test_a_pass_that_was_killed_goes_on_at_the_layer_where_it_was_kept(
     dying.left = 4 * 3 if work == "measure" else len(blocks) + 4 * 4
     with pytest.raises(Killed):
         do(dying)
-    again, found = runs_of(model, blocks, lambda: do(Cache(tmp_path / "killed", Progress())))
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    again, resumed = runs_of(model, blocks, lambda: do(Cache(tmp_path / "killed", Progress())))
+    assert all(torch.equal(a, b) for a, b in zip(expected, resumed, strict=True))
     batches = len(open_stream(model, blocks, text.calibration.windows, 8).states)
     assert whole[1] >= batches
     assert max(again[1:4]) == 0, "finished layers were run again"
