@@ -15,7 +15,7 @@ from torch import Tensor
 
 import compressor
 from compressor.measure.regression import ROUNDING_ULPS
-from compressor.models.blocks import Block, Rows, body, find_blocks, watch
+from compressor.models.blocks import Block, Rows, backbone, capture_rows, find_blocks
 from compressor.text import batches
 
 BLOCKS_AT_ONCE = 10  # raw rows of this many blocks are in memory together
@@ -38,9 +38,9 @@ def raw_rows(model: torch.nn.Module, blocks: list[Block], windows: Tensor) -> di
     def keep(block: Block, rows: Rows) -> None:
         found[block.index].append((rows.x.clone(), rows.y.clone()))
 
-    with watch(model, blocks, keep):
+    with capture_rows(model, blocks, keep):
         for batch in batches(windows, 8):
-            body(model)(input_ids=batch, use_cache=False)
+            backbone(model)(input_ids=batch, use_cache=False)
     return {i: (torch.cat([r[0] for r in rows]), torch.cat([r[1] for r in rows])) for i, rows in found.items()}
 
 

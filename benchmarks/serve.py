@@ -23,7 +23,7 @@ import torch
 
 import compressor
 from compressor.export.gguf import DTYPES, MULTIPLE, write_gguf
-from compressor.export.llama import as_llama
+from compressor.export.llama import convert_to_llama
 from compressor.export.llamacpp import Runner, Settings
 
 Clock = Callable[[], tuple[float, float]]
@@ -44,7 +44,7 @@ def time_transformers(model: Any, prompt: int, new: int) -> tuple[float, float]:
 
 
 def time_llamacpp(run: Runner, prompt: int, new: int) -> tuple[float, float]:
-    speed = run.speed(prompt, new)
+    speed = run.measure_speed(prompt, new)
     return speed.prefill, speed.decode
 
 
@@ -79,7 +79,7 @@ def compare_texts(model: Any, runner: Runner, tokenizer: Any, file: Path, tokens
     off = max(abs(one - other) for one, other in zip(expected, found, strict=True))
     start = torch.tensor([ids[:64]])
     greedy = model.generate(start, max_new_tokens=48, min_new_tokens=48, do_sample=False)[0, 64:].tolist()
-    continued = runner.greedy(ids[:64], 48)
+    continued = runner.continue_greedily(ids[:64], 48)
     same = sum(one == other for one, other in zip(greedy, continued, strict=False))
     one, other = perplexity(expected), perplexity(found)
     off_by = f"{other / one - 1:+.4%}"
@@ -115,7 +115,7 @@ def main() -> None:
         for dtype in args.dtype or ["f32"]:
             files = [Path(folder, f"{i}-{dtype}.gguf") for i in range(2)]
             for file, (model, tokenizer) in zip(files, models, strict=True):
-                llama = as_llama(model, multiple=MULTIPLE, kept=True)
+                llama = convert_to_llama(model, multiple=MULTIPLE, keep_original_widths=True)
                 write_gguf(llama, tokenizer, file, dtype, file.stem)
             with Runner(files[0], usual) as original, Runner(files[1], usual) as small:
                 clocks = [partial(time_llamacpp, run, args.prompt, args.new) for run in (original, small)]

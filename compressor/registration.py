@@ -1,6 +1,7 @@
-"""Teach transformers to load compressed checkpoints as soon as it is imported, and not import it before.
+"""Make transformers able to load compressed checkpoints, without importing transformers here.
 
-`import compressor` must stay quick for the command line, yet be enough for `AutoModelForCausalLM.from_pretrained`.
+After `import compressor`, `AutoModelForCausalLM.from_pretrained` loads a compressed checkpoint. Yet `import compressor`
+must stay quick for the command line, so the loader is registered only when transformers itself is imported.
 """
 
 from __future__ import annotations
@@ -13,28 +14,29 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-AWAITED = "transformers.quantizers.auto"  # no model loads before this module is there
+TRIGGER_MODULE = "transformers.quantizers.auto"  # transformers imports it before it loads any model
 
 
 def register_when_transformers_loads() -> None:
-    """Register the loader now if transformers is there already, else when it gets imported. Safe to call again."""
-    if AWAITED in sys.modules:
+    """Register the loader now if transformers is imported already, else when it gets imported. Safe to call again."""
+    if TRIGGER_MODULE in sys.modules:
         register()
-    elif not any(isinstance(finder, Awaiter) for finder in sys.meta_path):
-        sys.meta_path.insert(0, Awaiter())
+    elif not any(isinstance(finder, RegistrationFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, RegistrationFinder())
 
 
 def register() -> None:
+    """Import the modeling file, which registers its loader with transformers."""
     importlib.import_module("compressor.modeling_compressor")
 
 
-class Awaiter(MetaPathFinder):
-    """Finds the awaited module as the next finders do, with a loader that registers after running it."""
+class RegistrationFinder(MetaPathFinder):
+    """An import hook: TRIGGER_MODULE is found as the other finders do, but its loader calls `register` afterwards."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != AWAITED:
+        if fullname != TRIGGER_MODULE:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -44,10 +46,11 @@ class Awaiter(MetaPathFinder):
 
 
 def register_after(loader: Loader) -> None:
-    run = loader.exec_module
+    """Make this loader call `register` once it has executed its module."""
+    execute = loader.exec_module
 
-    def run_and_register(module: ModuleType) -> None:
-        run(module)
+    def execute_and_register(module: ModuleType) -> None:
+        execute(module)
         register()
 
-    loader.exec_module = run_and_register  # type: ignore[method-assign]
+    loader.exec_module = execute_and_register  # type: ignore[method-assign]

@@ -1,4 +1,7 @@
-"""Text as windows of tokens in three disjoint splits: fit on the first, search on the second, report the third."""
+"""Text as windows of tokens in three disjoint splits: fit on calibration, search on selection, report verification.
+
+A window is a run of `seq_len` consecutive tokens, and the unit that is drawn, held out and resampled.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ DEMO_TEXT = Path(__file__).parent / "demo" / "text"
 TEXT_ALTERNATIVES = "use --text PATH for a local file, or --text demo for the built-in text"
 SPLITS = ("calibration", "selection", "verification")
 HELD_OUT_EVERY = 5  # every fifth calibration window is held out of the fit: it chooses ridges and measures R²
-PIECE = 1_000_000  # characters tokenised at a time
-CHARACTERS_PER_TOKEN = 64  # a text longer than this per wanted token is thinned before it is tokenised
+CHARACTERS_AT_ONCE = 1_000_000  # the longest piece of text that the tokenizer is given
+CHARACTERS_PER_TOKEN = 64  # a text longer than this per token that is needed is subsampled before it is tokenised
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,8 @@ class Split:
 class Text:
     """Three splits of the same window length; no window is in two of them.
 
-    Several named texts stand one after another in the selection and the verification windows, `counts` windows each,
-    and take turns in the calibration windows.
+    With several named texts, the selection and verification windows hold one text after another, `counts` windows
+    each; in the calibration windows the texts alternate.
     """
 
     calibration: Split
@@ -67,7 +70,7 @@ class Text:
             self.counts[UNNAMED] = (len(self.selection.windows), len(self.verification.windows))
 
     def parts(self, split: str) -> dict[str, slice]:
-        """Which windows of the selection or the verification split belong to which text."""
+        """The windows that belong to each text, by its name; `split` is "selection" or "verification"."""
         column = ("selection", "verification").index(split)
         stops = list(accumulate(count[column] for count in self.counts.values()))
         return {
@@ -80,13 +83,13 @@ class Text:
 
     @property
     def fitting(self) -> Tensor:
-        """The calibration windows that maps are fitted on."""
+        """The calibration windows that replacements are fitted on."""
         index = torch.arange(len(self.calibration.windows))
         return self.calibration.windows[index % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
 
     @property
     def held_out(self) -> Tensor:
-        """The calibration windows that no map is fitted on."""
+        """The calibration windows that nothing is fitted on: they choose ridges and measure R²."""
         return self.calibration.windows[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
 
 
@@ -102,81 +105,84 @@ def load_text(
 ) -> Text:
     """Read `demo`, `wikitext2`, `hub:OWNER/NAME[:CONFIG]`, or UTF-8 files, and cut them into windows.
 
-    `name=` before any of them makes it a text of its own: calibration tokens are shared out equally, selection and
-    verification tokens are those of every text. A hub data set gives its train, validation and test splits. Of every
-    file the first part goes to calibration, the middle to selection and the end to verification. The seed picks the
-    windows when there are more than needed.
+    `name=` before any of them makes it a separate text: the calibration tokens are divided equally among the texts,
+    while each text gets the full number of selection and verification tokens. A hub data set gives its train,
+    validation and test splits. Of every file the first part goes to calibration, the middle to selection and the end
+    to verification. The seed picks the windows when there are more than needed.
     """
     if seq_len < 2:
         raise InputError(f"--seq-len must be at least 2, got {seq_len}; try --seq-len 256")
-    groups = group([str(name) for name in ([text] if isinstance(text, (str, Path)) else text)])
-    minimum = {"calib": HELD_OUT_EVERY * len(groups), "select": 1, "verify": 2}  # windows; a bootstrap draws from two
-    asked = {"calib": calib_tokens, "select": select_tokens, "verify": verify_tokens}
-    for name, tokens in asked.items():
+    groups = group_by_name([str(name) for name in ([text] if isinstance(text, (str, Path)) else text)])
+    minimum = {"calib": HELD_OUT_EVERY * len(groups), "select": 1, "verify": 2}  # windows; a bootstrap needs two
+    token_counts = {"calib": calib_tokens, "select": select_tokens, "verify": verify_tokens}
+    for name, tokens in token_counts.items():
         if tokens < minimum[name] * seq_len:
             least = minimum[name] * seq_len
             raise InputError(f"--{name}-tokens must be at least {least} at --seq-len {seq_len}, got {tokens}")
-    asked["calib"] //= len(groups)
-    wanted = [tokens // seq_len for tokens in asked.values()]
+    token_counts["calib"] //= len(groups)
+    window_counts = [tokens // seq_len for tokens in token_counts.values()]
     generator = torch.Generator().manual_seed(seed)
-    chosen = {name: cut_splits(names, tokenizer, seq_len, wanted, generator) for name, names in groups.items()}
-    fitting, *others = zip(*chosen.values(), strict=True)
-    turns = torch.stack(fitting, dim=1).flatten(0, 1)
-    windows = (turns, *(torch.cat(parts) for parts in others))
+    splits_by_name = {
+        name: draw_splits(names, tokenizer, seq_len, window_counts, generator) for name, names in groups.items()
+    }
+    fitting, *others = zip(*splits_by_name.values(), strict=True)
+    alternating = torch.stack(fitting, dim=1).flatten(0, 1)
+    windows = (alternating, *(torch.cat(parts) for parts in others))
     source = ", ".join(name for names in groups.values() for name in names)
     calibration, selection, verification = (Split(w, source) for w in windows)
-    return Text(calibration, selection, verification, dict.fromkeys(groups, (wanted[1], wanted[2])))
+    return Text(calibration, selection, verification, dict.fromkeys(groups, (window_counts[1], window_counts[2])))
 
 
-def split_text(word: str) -> tuple[str | None, str]:
-    """`name=text` → (name, text); a file whose own name looks like that is a file."""
+def parse_text_argument(word: str) -> tuple[str | None, str]:
+    """Split `name=text` into (name, text); where a file is called exactly that, it is (None, the file)."""
     return (None, word) if Path(word).expanduser().exists() else split_name(word)
 
 
-def group(words: Sequence[str]) -> dict[str, list[str]]:
-    """Texts by name: `wiki=PATH` is named, all that have no name are one text."""
+def group_by_name(words: Sequence[str]) -> dict[str, list[str]]:
+    """The texts by name: `wiki=PATH` belongs to the text `wiki`; arguments without a name form one text together."""
     groups: dict[str, list[str]] = {}
     for word in words:
-        name, rest = split_text(word)
+        name, rest = parse_text_argument(word)
         if not rest:
             raise InputError(f"--text {word}: nothing stands after the name; give --text {name}=FILE")
         groups.setdefault(name or UNNAMED, []).append(rest)
     return groups
 
 
-def cut_splits(
-    names: list[str], tokenizer: Any, seq_len: int, wanted: list[int], generator: torch.Generator
+def draw_splits(
+    names: list[str], tokenizer: Any, seq_len: int, counts: list[int], generator: torch.Generator
 ) -> list[Tensor]:
-    """The windows of one text for each of the three splits: as many as wanted, drawn from all there are."""
-    limit = CHARACTERS_PER_TOKEN * sum(wanted) * seq_len
+    """Draw `counts` windows for each of the three splits of one text."""
+    limit = CHARACTERS_PER_TOKEN * sum(counts) * seq_len
     prefix = bos_prefix(tokenizer)
     pools: list[list[Tensor]] = [[], [], []]
     for name in names:
         if name in HUB_TEXTS or name.startswith("hub:"):
-            for pool, content in zip(pools, read_hub(name), strict=True):
-                pool.append(cut(thin(content, limit), tokenizer, seq_len, prefix))
+            for pool, content in zip(pools, read_hub_texts(name), strict=True):
+                pool.append(cut_windows(subsample(content, limit), tokenizer, seq_len, prefix))
         else:
-            for file in files_of(name):
-                windows = cut(thin(read_file(file), limit), tokenizer, seq_len, prefix)
-                first = len(windows) * wanted[0] // sum(wanted)
-                second = len(windows) * (wanted[0] + wanted[1]) // sum(wanted)
+            for file in find_text_files(name):
+                windows = cut_windows(subsample(read_text_file(file), limit), tokenizer, seq_len, prefix)
+                first = len(windows) * counts[0] // sum(counts)
+                second = len(windows) * (counts[0] + counts[1]) // sum(counts)
                 for pool, part in zip(pools, windows.tensor_split([first, second]), strict=True):
                     pool.append(part)
     splits = [torch.cat(pool) for pool in pools]
-    if any(len(have) < need for have, need in zip(splits, wanted, strict=True)):
-        have, need = (sum(len(s) for s in splits) * seq_len, sum(wanted) * seq_len)
-        tokens = ", ".join(f"{split} {count * seq_len}" for split, count in zip(SPLITS, wanted, strict=True))
+    if any(len(windows) < count for windows, count in zip(splits, counts, strict=True)):
+        have, need = (sum(len(s) for s in splits) * seq_len, sum(counts) * seq_len)
+        tokens = ", ".join(f"{split} {count * seq_len}" for split, count in zip(SPLITS, counts, strict=True))
         raise InputError(
             f"text {', '.join(names)} is too short: it has {have} tokens in windows of {seq_len}, the splits need "
             f"{need} ({tokens}); give more text, or lower --calib-tokens, --select-tokens or --verify-tokens"
         )
     return [
-        windows[torch.randperm(len(windows), generator=generator)[:need].sort().values]
-        for windows, need in zip(splits, wanted, strict=True)
+        windows[torch.randperm(len(windows), generator=generator)[:count].sort().values]
+        for windows, count in zip(splits, counts, strict=True)
     ]
 
 
-def files_of(name: str) -> list[Path]:
+def find_text_files(name: str) -> list[Path]:
+    """The files of a text that is not a hub data set: those of `demo`, or the file with this path."""
     if name == "demo":
         return sorted(DEMO_TEXT.glob("*.txt"))
     path = Path(name).expanduser()
@@ -188,7 +194,7 @@ def files_of(name: str) -> list[Path]:
     return [path]
 
 
-def read_file(path: Path) -> str:
+def read_text_file(path: Path) -> str:
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -203,7 +209,7 @@ def read_file(path: Path) -> str:
         raise InputError(f"text file {path} is not UTF-8 (byte {error.start}); convert it to UTF-8") from error
 
 
-def read_hub(name: str) -> list[str]:
+def read_hub_texts(name: str) -> list[str]:
     """The train, validation and test text of a hub data set."""
     repo, _, config = name.removeprefix("hub:").partition(":")
     if name in HUB_TEXTS:
@@ -212,7 +218,7 @@ def read_hub(name: str) -> list[str]:
     import datasets
 
     try:
-        with cache_only(offline is not None):
+        with datasets_offline(offline is not None):
             parts = [datasets.load_dataset(repo, config or None, split=split) for split in HUB_SPLITS]
     except Exception as error:  # datasets raises a dozen unrelated types for a missing set, config or split
         reason = reason_of(error)
@@ -229,8 +235,11 @@ def read_hub(name: str) -> list[str]:
 
 
 @contextmanager
-def cache_only(wanted: bool) -> Iterator[None]:
-    """Make datasets use what it has cached; its environment variables count only before it is first imported."""
+def datasets_offline(wanted: bool) -> Iterator[None]:
+    """While open and `wanted`, `datasets` uses only its local cache.
+
+    Its environment variables are no help: they are read only when it is first imported.
+    """
     import datasets
     from huggingface_hub import constants
 
@@ -245,27 +254,30 @@ def cache_only(wanted: bool) -> Iterator[None]:
             switch.HF_HUB_OFFLINE = value
 
 
-def thin(text: str, limit: int, slices: int = 64) -> str:
-    """At most about `limit` characters: evenly spaced slices of a longer text, cut at line ends."""
+def subsample(text: str, limit: int, slices: int = 64) -> str:
+    """At most about `limit` characters: of a longer text, evenly spaced slices that end at a line end."""
     if len(text) <= limit:
         return text
     step, size = len(text) // slices, limit // slices
-    kept = (text[i * step : i * step + size] for i in range(slices))
-    return "".join(piece[: piece.rfind("\n") + 1] or piece for piece in kept)
+    pieces = (text[i * step : i * step + size] for i in range(slices))
+    return "".join(piece[: piece.rfind("\n") + 1] or piece for piece in pieces)
 
 
 def bos_prefix(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before a text: a window starts as a text would (Gemma breaks down without its <bos>)."""
+    """The token that the tokenizer puts before a text, if any; every window begins with it.
+
+    Gemma's perplexity explodes without its <bos>.
+    """
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
 
 
-def cut(text: str, tokenizer: Any, seq_len: int, prefix: list[int]) -> Tensor:
-    """Whole windows of `seq_len` tokens, the prefix included; the rest at the end is dropped."""
+def cut_windows(text: str, tokenizer: Any, seq_len: int, prefix: list[int]) -> Tensor:
+    """Tokenise a text into windows of `seq_len` tokens, the prefix included; an incomplete window is dropped."""
     ids: list[int] = []
     start = 0
     while start < len(text):
-        stop = start + PIECE
+        stop = start + CHARACTERS_AT_ONCE
         if stop < len(text):
             stop = text.rfind("\n", start, stop) + 1 or stop
         ids += tokenizer(text[start:stop], add_special_tokens=False, verbose=False)["input_ids"]
@@ -277,4 +289,5 @@ def cut(text: str, tokenizer: Any, seq_len: int, prefix: list[int]) -> Tensor:
 
 
 def batches(windows: Tensor, size: int) -> list[Tensor]:
+    """The windows in consecutive batches of at most this size."""
     return [windows[start : start + size] for start in range(0, len(windows), size)]

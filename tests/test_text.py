@@ -20,7 +20,7 @@ from zoo import tiny_tokenizer
 
 from compressor import text as texts
 from compressor.runtime.errors import InputError
-from compressor.text import CHARACTERS_PER_TOKEN, Text, bos_prefix, cut, load_text, thin
+from compressor.text import CHARACTERS_PER_TOKEN, Text, bos_prefix, cut_windows, load_text, subsample
 
 SIZES = {"seq_len": 16, "calib_tokens": 800, "select_tokens": 160, "verify_tokens": 320}
 SPLITS = ("calibration", "selection", "verification")
@@ -56,15 +56,15 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_windows_are_consecutive_disjoint_and_in_order(file: Path) -> None:
-    found = splits(load_text(file, Bytes(), **SIZES))
-    assert [len(part) for part in found] == [50, 10, 20]
+    chosen = splits(load_text(file, Bytes(), **SIZES))
+    assert [len(part) for part in chosen] == [50, 10, 20]
     text = numbered(500).splitlines(keepends=True)
-    drawn = [line for part in found for line in part]
+    drawn = [line for part in chosen for line in part]
     assert set(drawn) <= set(text)  # each window is sixteen consecutive bytes, on the grid
     assert len(set(drawn)) == len(drawn)
     assert drawn == sorted(drawn)  # first calibration, then selection, then verification
-    assert found[0][-1] < text[500 * 50 // 80]
-    assert text[500 * 50 // 80] <= found[1][0] <= found[1][-1] < text[500 * 60 // 80] <= found[2][0]
+    assert chosen[0][-1] < text[500 * 50 // 80]
+    assert text[500 * 50 // 80] <= chosen[1][0] <= chosen[1][-1] < text[500 * 60 // 80] <= chosen[2][0]
 
 
 def test_held_out_windows_are_not_fitted_on(file: Path) -> None:
@@ -112,8 +112,8 @@ def test_every_file_contributes_to_every_split(file: Path, tmp_path: Path) -> No
 
 def test_whole_text_is_used_when_it_is_just_enough(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(numbered(80), encoding="utf-8")
-    found = splits(load_text(tmp_path / "text.txt", Bytes(), **SIZES))
-    assert [line for part in found for line in part] == numbered(80).splitlines(keepends=True)
+    chosen = splits(load_text(tmp_path / "text.txt", Bytes(), **SIZES))
+    assert [line for part in chosen for line in part] == numbered(80).splitlines(keepends=True)
     (tmp_path / "text.txt").write_text(numbered(79), encoding="utf-8")
     with pytest.raises(InputError, match=r"it has 1264 tokens in windows of 16, the splits need 1280"):
         load_text(tmp_path / "text.txt", Bytes(), **SIZES)
@@ -160,7 +160,7 @@ def test_every_window_starts_with_the_prefix(tmp_path: Path) -> None:
         assert not bool((windows[:, 1:] == 0).any())
         assert not bool((getattr(plain, name).windows == 0).any())
     content = "the watery part of the world " * 20
-    body = cut(content, with_bos(), 16, [0])[:, 1:].flatten()
+    body = cut_windows(content, with_bos(), 16, [0])[:, 1:].flatten()
     ids = tiny_tokenizer()(content)["input_ids"]
     assert body.tolist() == ids[: len(body)]
     assert len(ids) - len(body) < 15
@@ -172,19 +172,19 @@ def test_every_window_starts_with_the_prefix(tmp_path: Path) -> None:
 def test_text_is_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """With line ends between them, and without any."""
     for content in (numbered(50), "no line end here " * 50):
-        whole = cut(content, Bytes(), 16, [])
+        whole = cut_windows(content, Bytes(), 16, [])
         with monkeypatch.context() as patch:
-            patch.setattr(texts, "PIECE", 100)
-            assert torch.equal(cut(content, Bytes(), 16, []), whole)
+            patch.setattr(texts, "CHARACTERS_AT_ONCE", 100)
+            assert torch.equal(cut_windows(content, Bytes(), 16, []), whole)
 
 
 def test_thin_keeps_a_short_text() -> None:
-    assert thin("short\n", 6) == "short\n"
+    assert subsample("short\n", 6) == "short\n"
 
 
 def test_thin_takes_from_the_whole_of_a_long_text() -> None:
     text = numbered(200_000)
-    thinned = thin(text, 40_000)
+    thinned = subsample(text, 40_000)
     assert 0.8 * 40_000 < len(thinned) <= 40_000
     numbers = [int(line.split()[-1]) for line in thinned.splitlines()[1:] if len(line) == 15]
     assert numbers == sorted(numbers)
@@ -195,7 +195,7 @@ def test_thin_takes_from_the_whole_of_a_long_text() -> None:
 
 
 def test_thin_of_a_text_without_line_ends() -> None:
-    assert len(thin("word " * 100_000, 6_400)) == 6_400
+    assert len(subsample("word " * 100_000, 6_400)) == 6_400
 
 
 def test_huge_text_is_not_tokenised_whole(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def refuse_early(
     from compressor.models import hub
 
     for name in (model, values.get("cross")):
-        hub.refuse_out_of_reach(name)
+        hub.refuse_unreachable(name)
     task_files.refuse_early(values.get("tasks"), values.get("task_path"), recipe_file, trust_remote_code)
 
 
@@ -264,7 +264,7 @@ def export(
         raise InputError(f"--to {to} is not known; use {', '.join(EXPORT_TARGETS)}")
     from compressor.models import hub
 
-    hub.refuse_out_of_reach(model)  # before torch is imported, which takes longer than this
+    hub.refuse_unreachable(model)  # before torch is imported, which takes longer than this
     from compressor.export import exporter
     from compressor.report import tables
     from compressor.runtime.progress import Progress

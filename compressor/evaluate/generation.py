@@ -17,7 +17,7 @@ from compressor.evaluate.perplexity import interval_of, resampled_means
 from compressor.models.offload import device_of
 from compressor.runtime.errors import InputError
 from compressor.runtime.progress import Progress
-from compressor.text import Text, bos_prefix, read_file
+from compressor.text import Text, bos_prefix, read_text_file
 
 PROMPTS = 16
 PROMPT_TOKENS = 32
@@ -67,7 +67,7 @@ def read_prompts(file: str, tokenizer: Any, tokens: int, context: int | None) ->
     path = Path(file).expanduser()
     if not path.is_file():
         raise InputError(f"--prompts {file} does not exist; give a file with one prompt per line")
-    lines = [line.strip() for line in read_file(path).splitlines()]
+    lines = [line.strip() for line in read_text_file(path).splitlines()]
     prefix = bos_prefix(tokenizer)
     prompts = []
     for number, line in enumerate(lines, start=1):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.models.blocks import body, find_blocks
-from compressor.models.offload import device_of, fetch, weights_of
+from compressor.models.blocks import backbone, find_blocks
+from compressor.models.offload import device_of, disk_weights_of, fetch_weights
 from compressor.models.residual import Stream, open_stream, resume
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
@@ -72,7 +72,7 @@ def has_plain_head(model: Any, windows: Tensor) -> bool:
     if not isinstance(head, nn.Linear):
         return False
     seen: list[Any] = []
-    handle = body(model).register_forward_hook(lambda _module, _args, output: seen.append(output))
+    handle = backbone(model).register_forward_hook(lambda _module, _args, output: seen.append(output))
     try:
         logits = model(input_ids=windows[:1, :8].to(device_of(model)), use_cache=False).logits
     finally:
@@ -80,7 +80,7 @@ def has_plain_head(model: Any, windows: Tensor) -> bool:
     hidden = getattr(seen[0], "last_hidden_state", None) if seen else None
     if hidden is None:
         return False
-    fetch(head)
+    fetch_weights(head)
     own = head(hidden.to(head.weight.device)).to(logits)
     return bool((own - logits).abs().max() <= 1e-5 * logits.abs().max())
 
@@ -88,8 +88,8 @@ def has_plain_head(model: Any, windows: Tensor) -> bool:
 def plain_losses(model: Any, batch: Tensor) -> Tensor:
     """The loss of every token under a plain head, without the whole logits: a part of the vocabulary at a time."""
     head = model.get_output_embeddings()
-    hidden = body(model)(input_ids=batch, use_cache=False).last_hidden_state
-    fetch(head)
+    hidden = backbone(model)(input_ids=batch, use_cache=False).last_hidden_state
+    fetch_weights(head)
     rows, targets = (part.flatten(0, 1).to(head.weight.device) for part in (hidden[:, :-1], batch[:, 1:]))
     total = rows.new_full((len(rows),), -math.inf, dtype=torch.float32)
     wanted = torch.empty_like(total)
@@ -137,7 +137,7 @@ def evaluate(
     parts = distributed.own_share(batches(windows, size))
     found: list[Tensor] = []
     with progress.bar(step or "evaluate", len(parts)) as advance:
-        if weights_of(model) is not None:  # every layer is read once, not once a batch
+        if disk_weights_of(model) is not None:  # every layer is read once, not once a batch
             blocks = find_blocks(model)
             start = start.copy() if start is not None else open_stream(model, blocks, windows, size)
             start.advance(len(blocks))

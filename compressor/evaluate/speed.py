@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from compressor.modeling_compressor import Replacement
-from compressor.models.blocks import Block, parts_of, placing
-from compressor.models.offload import device_of, weights_of
+from compressor.models.blocks import Block, modules_of, placement_of
+from compressor.models.offload import device_of, disk_weights_of
 from compressor.patch.tree import patched
 
 ROWS = 512
@@ -85,8 +85,8 @@ def alternate(first: Callable[[], Any], second: Callable[[], Any], device: torch
 @torch.no_grad()
 def slower(model: Any, block: Block, replacement: Replacement) -> bool:
     """Whether a replacement takes longer than its block, on rows like those of a prefill."""
-    parts = parts_of(model, block)
-    x = torch.randn(1, ROWS, block.width, generator=torch.Generator().manual_seed(0)).to(**placing(model, block))
+    parts = modules_of(model, block)
+    x = torch.randn(1, ROWS, block.width, generator=torch.Generator().manual_seed(0)).to(**placement_of(model, block))
 
     def original() -> Tensor:
         first, *rest = parts
@@ -107,7 +107,7 @@ def measure_speed(model: Any, blocks: list[Block], fits: Mapping[int, Replacemen
     for modules in ({}, fits):
         with patched(model, blocks, modules):
             flops.append(flops_per_token(model, seq_len))
-    if weights_of(model) is not None:
+    if disk_weights_of(model) is not None:
         return Speed(flops[0], flops[1], None, None, None, None, seq_len)
     batch = windows[: max(1, PREFILL_TOKENS // seq_len)].to(device_of(model))
     prompt = batch[:1, : max(1, min(seq_len // 2, 64))]

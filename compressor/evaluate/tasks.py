@@ -24,12 +24,12 @@ from compressor.evaluate.perplexity import interval_of, logits_batch, resampled_
 from compressor.evaluate.task_files import TASK_ALTERNATIVES, TaskFile, find_tasks, refuse_unusable
 from compressor.models.load import quiet
 from compressor.models.offload import device_of
-from compressor.models.source import context_of
+from compressor.models.source import context_length
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError, reason_of
 from compressor.runtime.network import why_unreachable
 from compressor.runtime.progress import Progress
-from compressor.text import cache_only
+from compressor.text import datasets_offline
 
 FEWSHOT_SEED = 1234  # lm-eval's own default
 LONGEST = 2048  # tokens: a longer default makes rolling tasks build gigabytes of logits
@@ -81,7 +81,7 @@ def open_tasks(names: Sequence[str], paths: Sequence[str], limit: int | None, tr
 def open_task(file: TaskFile, limit: int | None, offline: str | None, trusted: bool) -> Task:
     local = file.data_files
     dataset = str(file.config.get("dataset_path"))
-    with silent(), cache_only(local is not None or offline is not None):
+    with silent(), datasets_offline(local is not None or offline is not None):
         from lm_eval import utils
         from lm_eval.tasks import TaskManager
         from lm_eval.tasks._yaml_loader import load_yaml
@@ -146,7 +146,7 @@ def task_key(task: Task, max_length: int) -> dict[str, Any]:
 
 
 def longest(model: Any) -> int:
-    return min(context_of(model) or LONGEST, LONGEST)
+    return min(context_length(model) or LONGEST, LONGEST)
 
 
 def score(

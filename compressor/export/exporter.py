@@ -1,4 +1,4 @@
-"""Export a compressed checkpoint for runtimes that know nothing of this tool; it is checked before it appears."""
+"""Export a compressed checkpoint for runtimes that do not know this tool; every export is checked before it appears."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 
 from compressor.export import gguf, vllm
 from compressor.export.check import check_in_llamacpp, sample_tokens
-from compressor.export.llama import LLAMA_TYPES, Llama, as_llama, block_widths
+from compressor.export.llama import LLAMA_TYPES, Llama, block_widths, convert_to_llama
 from compressor.export.onnx import require_packages, write_onnx
-from compressor.export.stock import as_stock, blank, stock_config
+from compressor.export.stock import build_empty, convert_to_stock, stock_config
 from compressor.modeling_compressor import replacements
 from compressor.models.load import load_model, quiet
 from compressor.models.source import source_of
@@ -38,14 +38,14 @@ from compressor.runtime.outputs import (
 from compressor.runtime.progress import Progress
 from compressor.runtime.resources import NotEnoughMemory, require_disk
 
-FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-NAMES = {dtype: name for name, dtype in FLOATS.items()}
-BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}  # of one parameter
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+BYTES_PER_PARAMETER = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What the user asked for."""
+    """The arguments of one export."""
 
     model: str
     to: str
@@ -57,7 +57,7 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class ExportJob:
-    """A compressed model that is being exported; `dtype` is what its weights are stored as."""
+    """A compressed model that is being exported; its weights are stored as `dtype`."""
 
     request: ExportRequest
     model: Any
@@ -83,7 +83,7 @@ def export(
     force: bool = False,
     progress: Progress | None = None,
 ) -> ExportRecord:
-    """Write a compressed checkpoint for another runtime (gguf, hf-dense, onnx or vllm), and return what was written."""
+    """Write a compressed checkpoint for another runtime (gguf, hf-dense, onnx or vllm), and return its record."""
     request = ExportRequest(str(model), to, str(out), dtype, overwrite, force)
     if to not in TARGETS:
         raise InputError(f"--to {to} is not known; use {', '.join(TARGETS)}")
@@ -91,7 +91,7 @@ def export(
 
 
 def run_export(request: ExportRequest, progress: Progress) -> ExportRecord:
-    """Refuse what cannot be done before any work; then load the model, and write it in the form asked for."""
+    """Check the request before any work, load the model, and write it in the form that was asked for."""
     began = time.perf_counter()
     write, dtypes = TARGETS[request.to]
     if request.dtype not in (None, *dtypes):
@@ -110,7 +110,7 @@ def run_export(request: ExportRequest, progress: Progress) -> ExportRecord:
 
 @contextmanager
 def reserve_output(request: ExportRequest, progress: Progress) -> Iterator[Path]:
-    """The path of the output, for this process alone; one that cannot be had is refused."""
+    """The path of the output, locked for this process while open; a path that cannot be written is refused."""
     if request.to == "gguf":
         with reserved_file(request.out, request.overwrite, b"GGUF", progress.say) as file:
             yield file
@@ -122,7 +122,7 @@ def reserve_output(request: ExportRequest, progress: Progress) -> Iterator[Path]
 def open_job(
     request: ExportRequest, dtypes: tuple[str, ...], record: Record | SavedRecord | None, progress: Progress
 ) -> ExportJob:
-    """Load the model, which must be a compressed one."""
+    """Load the model, and refuse one that is not compressed."""
     try:
         with quiet():
             model, tokenizer = load_model(request.model, device="cpu", dtype="float32", allow_compressed=True)
@@ -131,28 +131,28 @@ def open_job(
     if not replacements(model):
         raise InputError(f"{request.model} is not a compressed checkpoint; give a directory that compress wrote")
     with quiet():
-        source_parameters = count_parameters(blank(stock_config(model)))
+        source_parameters = count_parameters(build_empty(stock_config(model)))
     dtype = pick_dtype(request, model, dtypes)
     return ExportJob(request, model, tokenizer, dtype, source_parameters, count_parameters(model), record, progress)
 
 
 def pick_dtype(request: ExportRequest, model: Any, dtypes: tuple[str, ...]) -> str:
-    """The dtype asked for, or else the checkpoint's; blocks without a gate need float32 to be exact linear maps."""
+    """The dtype that was asked for, or else the checkpoint's; blocks without a gate are exact only in float32."""
     if request.dtype is not None:
         return request.dtype
     if request.to == "hf-dense" and model.config.model_type not in LLAMA_TYPES:
         return "f32"
-    stored = NAMES.get(source_of(model).dtype, "f32")
+    stored = DTYPE_NAMES.get(source_of(model).dtype, "f32")
     return stored if stored in dtypes else dtypes[0]
 
 
-def to_gguf(job: ExportJob, target: Path) -> ExportRecord:
+def export_gguf(job: ExportJob, target: Path) -> ExportRecord:
     with naming_alternatives(job):
-        llama = as_llama(job.model, multiple=gguf.MULTIPLE, kept=True)
+        llama = convert_to_llama(job.model, multiple=gguf.MULTIPLE, keep_original_widths=True)
         gguf.refuse_activation(llama)
     require_same_logits(job, llama.model)
     parameters = announce_size(job, "as GGUF", count_parameters(llama.model))
-    require_room(job, parameters, target)
+    require_disk_space(job, parameters, target)
     limits = note_limits(job, llama)
     with whole_file(target) as file:
         with naming_alternatives(job):
@@ -169,13 +169,13 @@ def to_gguf(job: ExportJob, target: Path) -> ExportRecord:
         needed=llama.widths,
         notes=notes,
         **limits,
-        context=gguf.context_of(llama.model.config),
+        context=gguf.exact_context_length(llama.model.config),
     )
 
 
-def to_dense(job: ExportJob, target: Path) -> ExportRecord:
+def export_dense(job: ExportJob, target: Path) -> ExportRecord:
     with naming_alternatives(job):
-        stock, needed, window = as_dense(job)
+        stock, needed, window = convert_to_dense(job)
     width, family = max(needed), stock.config.model_type
     parameters = announce_size(job, f"as a stock {family}", count_parameters(stock))
     source, saving = job.source_parameters, job.source_parameters - job.compressed_parameters
@@ -185,15 +185,15 @@ def to_dense(job: ExportJob, target: Path) -> ExportRecord:
     if parameters >= source and not job.request.force:
         raise InputError(
             f"as a stock {family} nothing of the saving is left ({parameters:,} parameters, the source {source:,}): "
-            f"all blocks have one width, and {widest}; {alternatives(job)}, or add --force"
+            f"all blocks have one width, and {widest}; {list_alternatives(job)}, or add --force"
         )
     require_same_logits(job, stock)
-    require_room(job, parameters, target)
+    require_disk_space(job, parameters, target)
     with whole_directory(target) as partial:
         with quiet():
-            write_checkpoint(stock, job.tokenizer, partial, dtype=FLOATS[job.dtype])
+            write_checkpoint(stock, job.tokenizer, partial, dtype=DTYPES[job.dtype])
         tokens = sample_tokens(job.model, job.tokenizer)
-        off = verify_written(partial, job.model, tokens, job.progress, FLOATS[job.dtype])
+        off = verify_written(partial, job.model, tokens, job.progress, DTYPES[job.dtype])
         record = make_record(
             job,
             parameters,
@@ -208,28 +208,28 @@ def to_dense(job: ExportJob, target: Path) -> ExportRecord:
     return record
 
 
-def as_dense(job: ExportJob) -> tuple[Any, list[int], int | None]:
-    """The model in its own stock architecture, or else as a Llama; the widths that its blocks need; and how far back
-    it may look, where that is less than its context."""
+def convert_to_dense(job: ExportJob) -> tuple[Any, list[int], int | None]:
+    """The model in its own stock architecture or, if that is not possible, as a Llama; the widths that its blocks need;
+    and its attention window, where that is shorter than its context."""
     try:
-        return *as_stock(job.model), None
+        return *convert_to_stock(job.model), None
     except InputError:
         if job.family not in LLAMA_TYPES:
             raise
-    llama = as_llama(job.model, uniform=True)
+    llama = convert_to_llama(job.model, uniform=True)
     return llama.model, llama.widths, llama.window
 
 
-def to_vllm(job: ExportJob, target: Path) -> ExportRecord:
+def export_vllm(job: ExportJob, target: Path) -> ExportRecord:
     with naming_alternatives(job):
-        llama = as_llama(job.model, multiple=vllm.MULTIPLE)
+        llama = convert_to_llama(job.model, multiple=vllm.MULTIPLE)
     off = require_same_logits(job, llama.model)
     parameters = announce_size(job, "with widths in steps of 256", count_parameters(llama.model))
-    require_room(job, parameters, target)
+    require_disk_space(job, parameters, target)
     job.progress.say("note: this was written after vLLM's source and has not been run in vLLM")
     with whole_directory(target) as partial:
         with quiet():
-            vllm.write_decilm(llama, job.tokenizer, partial, FLOATS[job.dtype])
+            vllm.write_decilm(llama, job.tokenizer, partial, DTYPES[job.dtype])
         record = make_record(
             job,
             parameters,
@@ -243,9 +243,9 @@ def to_vllm(job: ExportJob, target: Path) -> ExportRecord:
     return record
 
 
-def to_onnx(job: ExportJob, target: Path) -> ExportRecord:
+def export_onnx(job: ExportJob, target: Path) -> ExportRecord:
     parameters = announce_size(job, "as ONNX", job.compressed_parameters)
-    require_room(job, parameters, target)
+    require_disk_space(job, parameters, target)
     with whole_directory(target) as partial:
         graph = write_onnx(job.model, job.tokenizer, partial, job.progress)
         record = make_record(
@@ -265,15 +265,15 @@ def to_onnx(job: ExportJob, target: Path) -> ExportRecord:
 
 
 TARGETS: dict[str, tuple[Callable[[ExportJob, Path], ExportRecord], tuple[str, ...]]] = {
-    "gguf": (to_gguf, gguf.DTYPES),
-    "hf-dense": (to_dense, tuple(FLOATS)),
-    "onnx": (to_onnx, ("f32",)),
-    "vllm": (to_vllm, tuple(FLOATS)),
+    "gguf": (export_gguf, gguf.DTYPES),
+    "hf-dense": (export_dense, tuple(DTYPES)),
+    "onnx": (export_onnx, ("f32",)),
+    "vllm": (export_vllm, tuple(DTYPES)),
 }
 
 
-def make_record(job: ExportJob, parameters: int, checked: RuntimeCheck, **parts: Any) -> ExportRecord:
-    """The record of an export; `parts` are the fields that this form of export has beside those of all."""
+def make_record(job: ExportJob, parameters: int, checked: RuntimeCheck, **fields: Any) -> ExportRecord:
+    """The record of an export; `fields` are those that only this form of export has."""
     return ExportRecord(
         **describe_tool(),
         to=job.request.to,
@@ -281,35 +281,36 @@ def make_record(job: ExportJob, parameters: int, checked: RuntimeCheck, **parts:
         dtype=job.dtype,
         parameters=ExportSizes(source=job.source_parameters, compressed=job.compressed_parameters, exported=parameters),
         checked=checked,
-        **parts,
+        **fields,
     )
 
 
 def write_record(directory: Path, job: ExportJob, record: ExportRecord) -> None:
-    """Write export.json and the card; what was measured before comes from the compressed checkpoint."""
+    """Write export.json and the card, which quotes what the compressed checkpoint's record says of its quality."""
     write_json(directory / EXPORT, record.to_json_value())
     (directory / "README.md").write_text(export_card(record, job.record), encoding="utf-8")
 
 
 @contextmanager
 def naming_alternatives(job: ExportJob) -> Iterator[None]:
-    """The error of a model that cannot be written in this form says in which it can."""
+    """Add to an InputError which model cannot be written in this form, and in which forms it can."""
     try:
         yield
     except InputError as error:
-        what = f"{job.request.model} cannot be written as {job.request.to}"
-        raise InputError(f"{what}: {error}; {alternatives(job)}") from error
+        problem = f"{job.request.model} cannot be written as {job.request.to}"
+        raise InputError(f"{problem}: {error}; {list_alternatives(job)}") from error
 
 
-def alternatives(job: ExportJob) -> str:
-    ways = "--to onnx" if job.request.to == "hf-dense" else "--to hf-dense or --to onnx"
+def list_alternatives(job: ExportJob) -> str:
+    """The other forms that the model can probably be written in, for an error message."""
+    targets = "--to onnx" if job.request.to == "hf-dense" else "--to hf-dense or --to onnx"
     if job.request.to == "hf-dense" and job.family in LLAMA_TYPES:
-        ways = "--to gguf, which keeps a width for every block, or --to onnx"
-    return f"try {ways}, or load the checkpoint itself in transformers"
+        targets = "--to gguf, which keeps a width for every block, or --to onnx"
+    return f"try {targets}, or load the checkpoint itself in transformers"
 
 
 def announce_size(job: ExportJob, form: str, parameters: int) -> int:
-    """Say what is left of the saving before anything is written; return the parameters."""
+    """Tell the user, before anything is written, how much of the saving is left; return the parameters."""
     source, compressed = job.source_parameters, job.compressed_parameters
     job.progress.say(
         f"source {source:,} parameters; compressed {compressed:,} ({compressed / source - 1:+.2%}); "
@@ -320,26 +321,29 @@ def announce_size(job: ExportJob, form: str, parameters: int) -> int:
     return parameters
 
 
-def require_room(job: ExportJob, parameters: int, target: Path) -> None:
-    needed = int(parameters * BYTES[job.dtype]) + (16 << 20)  # and the tokenizer
+def require_disk_space(job: ExportJob, parameters: int, target: Path) -> None:
+    """Refuse the export if the disk has no room for it."""
+    needed = int(parameters * BYTES_PER_PARAMETER[job.dtype]) + (16 << 20)  # the tokenizer takes the rest
     job.progress.say(require_disk("the export", needed, target, "name another --out"))
 
 
 def require_same_logits(job: ExportJob, other: Any) -> float:
-    """The model to be written must compute what the compressed one computes, in float32; return how far it is off."""
+    """Refuse a model whose float32 logits are not those of the compressed one; return the largest difference."""
     return compare_logits(job.model, other, sample_tokens(job.model, job.tokenizer), torch.float32)
 
 
 def note_limits(job: ExportJob, llama: Llama) -> dict[str, int]:
-    """Say where a model in Llama's terms is not all that its source is; return what of it is recorded."""
+    """Tell the user where a model converted to a Llama falls short of its source; return the fields for the record."""
     if llama.scaled and job.dtype == "bf16":
         job.progress.say("note: the source's multipliers are in the weights, which bf16 rounds again; f16 is closer")
     return note_window(job, llama.window)
 
 
 def note_window(job: ExportJob, window: int | None) -> dict[str, int]:
-    """A source with a sliding window looks back only so far; the export looks back to the start of its context, so
-    that context ends where the window does."""
+    """Tell the user that the context is cut to the source's sliding window; return the field for the record.
+
+    The export attends to its whole context, so beyond the window it would compute something else than the source.
+    """
     if window is None:
         return {}
     job.progress.say(f"note: the source looks back {window:,} tokens; the export's context is cut to that")

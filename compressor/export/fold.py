@@ -1,9 +1,12 @@
-"""A replacement as an ordinary feed-forward block, for runtimes that know no other: y = outer·act(inner x) + bias, or
-with a gate outer·(act(gate x)·(inner x)) + bias.
+"""Fold a replacement (linear map plus kept neurons) into an ordinary feed-forward block, exactly.
 
-It is exact. Without a gate, act(z) − act(−z) = z for every activation of the form z·s(z) with s(z) + s(−z) = 1 (silu,
-all gelus, relu): a linear map of rank r takes 2r neurons. A gate whose weight is zero and whose bias is large is the
-same number for every input, so the neuron is linear: a map of rank r takes r of them.
+An ordinary block computes y = outer·act(inner x) + bias or, with a gate, y = outer·(act(gate x)·(inner x)) + bias.
+Runtimes other than transformers know no other kind. Its neurons can compute a linear map:
+
+- Without a gate, act(z) − act(−z) = z for every activation of the form z·s(z) with s(z) + s(−z) = 1 (silu, all gelus,
+  relu). So two neurons with opposite signs are linear together, and a map of rank r takes 2r neurons.
+- With a gate, a gate weight of zero and a large gate bias make act(gate x) the same number for every input. So one
+  neuron is linear, and a map of rank r takes r neurons.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from compressor.modeling_compressor import Replacement
 from compressor.models.neurons import Neurons
 from compressor.runtime.errors import InputError
 
-# The bias of such a gate. Every activation is the same power of two there in every precision: dividing by it is exact.
-# Dividing before the gate multiplies keeps the numbers between as large as they were.
-GATE = 32.0
+# The bias of a constant gate. At 32 an activation gives the same power of two in every precision, so dividing by it is
+# exact. `inner` is divided by it, and not `outer`, so that the product of gate and inner keeps its size.
+GATE_BIAS = 32.0
+# Where activations are compared.
 GRID = torch.linspace(-8, 8, 257, dtype=torch.float64)
 
 
@@ -49,18 +53,18 @@ class OrdinaryBlock:
         return functional.linear(rows, self.outer, self.bias)
 
     def padded(self, neurons: int) -> OrdinaryBlock:
-        """With neurons of zeros up to this number: they add nothing."""
-        more = neurons - self.neurons
+        """The block with neurons of zeros added up to this number; it computes the same."""
+        missing = neurons - self.neurons
         rows: dict[str, Any] = {
-            name: functional.pad(tensor, (0, 0, 0, more) if tensor.ndim == 2 else (0, more))
+            name: functional.pad(tensor, (0, 0, 0, missing) if tensor.ndim == 2 else (0, missing))
             for name in ("inner", "gate", "inner_bias", "gate_bias")
             if (tensor := getattr(self, name)) is not None
         }
-        return replace(self, outer=functional.pad(self.outer, (0, more)), **rows) if more else self
+        return replace(self, outer=functional.pad(self.outer, (0, missing)), **rows) if missing else self
 
 
-def as_ordinary(neurons: Neurons) -> OrdinaryBlock:
-    """A block that was not replaced, as it is."""
+def read_ordinary_block(neurons: Neurons) -> OrdinaryBlock:
+    """The ordinary block that a block which was not replaced already is."""
     return OrdinaryBlock(
         neurons.activation, outer=neurons.outer.T, bias=neurons.outer_matrix.bias, **neurons.matrices()
     )
@@ -76,39 +80,40 @@ def neurons_needed(module: Replacement, gated: bool) -> int:
 def fold(module: Replacement, activation: str, gated: bool) -> OrdinaryBlock:
     """The ordinary block with this activation that computes what the replacement computes."""
     refuse_other_neurons(module, activation, gated)
-    rank_rows, columns = linear_part(module)
-    parts: dict[str, list[Tensor]] = {"inner": [rank_rows], "outer": [columns]}
+    rows, columns = factor_linear_map(module)
+    parts: dict[str, list[Tensor]] = {"inner": [rows], "outer": [columns]}
     if gated:
-        parts["gate"] = [torch.zeros_like(rank_rows)]
-        parts["inner_bias"] = [rank_rows.new_zeros(len(rank_rows))]
-        parts["gate_bias"] = [rank_rows.new_full((len(rank_rows),), GATE)]
-        parts["inner"] = [rank_rows / ACT2FN[activation](torch.tensor(GATE)).item()]
+        parts["gate"] = [torch.zeros_like(rows)]
+        parts["inner_bias"] = [rows.new_zeros(len(rows))]
+        parts["gate_bias"] = [rows.new_full((len(rows),), GATE_BIAS)]
+        parts["inner"] = [rows / ACT2FN[activation](torch.tensor(GATE_BIAS)).item()]
     else:
-        parts["inner"].append(-rank_rows)
+        parts["inner"].append(-rows)
         parts["outer"].append(-columns)
-        parts["inner_bias"] = [rank_rows.new_zeros(2 * len(rank_rows))]
-        if len(rank_rows) and not splits(activation):
+        parts["inner_bias"] = [rows.new_zeros(2 * len(rows))]
+        if len(rows) and not is_linear_in_pairs(activation):
             raise InputError(f"{activation}(z) − {activation}(−z) is not z, so no ordinary block computes a linear map")
     if module.neurons:
         for name in parts:
-            kept = getattr(module, name, None)
-            parts[name].insert(0, module.bias.new_zeros(module.neurons) if kept is None else kept.detach())
+            tensor = getattr(module, name, None)
+            parts[name].insert(0, module.bias.new_zeros(module.neurons) if tensor is None else tensor.detach())
     joined = {name: torch.cat(tensors, dim=int(name == "outer")) for name, tensors in parts.items()}
     return OrdinaryBlock(activation, bias=module.bias.detach(), **joined)
 
 
 def refuse_other_neurons(module: Replacement, activation: str, gated: bool) -> None:
-    """The kept neurons must be those that the target's blocks are made of."""
+    """Refuse kept neurons of another kind than those of the target's blocks."""
     if not module.neurons:
         return
     kept, target = (ACT2FN[str(name)](GRID) for name in (module.activation, activation))
-    if module.gated != gated or not torch.allclose(kept, target, atol=1e-6):  # some have several names
+    same_activation = torch.allclose(kept, target, atol=1e-6)  # by value, because some have several names
+    if module.gated != gated or not same_activation:
         kinds = [f"{'gated ' * gate}{act}" for act, gate in ((module.activation, module.gated), (activation, gated))]
         raise InputError(f"its kept neurons are {kinds[0]}, and the target's blocks are {kinds[1]}")
 
 
-def linear_part(module: Replacement) -> tuple[Tensor, Tensor]:
-    """The replacement's linear map as two matrices: rows [rank, width] and columns [width, rank]."""
+def factor_linear_map(module: Replacement) -> tuple[Tensor, Tensor]:
+    """The replacement's linear map as a product: rows [rank, width] and columns [width, rank]."""
     if module.rank is None:
         return module.weight.detach(), torch.eye(module.width, dtype=module.bias.dtype, device=module.bias.device)
     if module.rank == 0:
@@ -116,7 +121,7 @@ def linear_part(module: Replacement) -> tuple[Tensor, Tensor]:
     return module.down.detach(), module.up.detach()
 
 
-def splits(activation: str) -> bool:
-    """Whether act(z) − act(−z) = z."""
+def is_linear_in_pairs(activation: str) -> bool:
+    """Whether act(z) − act(−z) = z, so that two neurons with opposite signs are linear together."""
     act = ACT2FN[activation]
     return torch.allclose(act(GRID) - act(-GRID), GRID, rtol=1e-12, atol=1e-12)

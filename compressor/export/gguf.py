@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
 
 DTYPES = ("f32", "f16", "bf16", "q8_0")
-MULTIPLE = 32  # neurons: what q8_0 counts in, and what every backend computes quickly
-NAMES = {
+MULTIPLE = 32  # block widths are multiples of this: q8_0 stores groups of 32, and every backend computes them quickly
+GGUF_NAMES = {  # from the names of a LlamaForCausalLM
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
@@ -36,47 +36,48 @@ NAMES = {
 
 
 def refuse_activation(llama: Llama) -> None:
+    """Refuse an activation that the `deci` architecture does not have."""
     if llama.layout.activation != "silu":
         raise InputError(f"the gate of its blocks is a {llama.layout.activation}, and llama.cpp's `deci` has only silu")
 
 
 def write_gguf(llama: Llama, tokenizer: Any, file: Path, dtype: str, name: str) -> list[str]:
-    """Write the file; its blocks keep the widths they have in the model. Returns what a user should know of it."""
+    """Write the file, with the block widths of the model; return notes on how llama.cpp's tokenizer differs."""
     import gguf
 
     refuse_activation(llama)
     writer = gguf.GGUFWriter(file, "deci")
-    writer.add_name(name_for(name, tokenizer))
+    writer.add_name(choose_name(name, tokenizer))
     kinds = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
     writer.add_file_type(gguf.LlamaFileType[kinds[dtype]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    add_shape(writer, llama.model)
+    add_sizes(writer, llama.model)
     notes = add_vocabulary(writer, tokenizer, llama.model.config.vocab_size, llama.model.generation_config)
-    tensors = [(name, tensor, kind_of(tensor, dtype)) for name, tensor in named_tensors(llama.model)]
+    tensors = [(name, tensor, choose_storage_type(tensor, dtype)) for name, tensor in list_gguf_tensors(llama.model)]
     for name, tensor, kind in tensors:
         block, size = gguf.GGML_QUANT_SIZES[kind]
         writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.numel() // block * size, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _, tensor, kind in tensors:  # one after the other: the file is never in memory as a whole
+    for _, tensor, kind in tensors:  # one after the other, so that the whole file is never in memory
         writer.write_tensor_data(gguf.quants.quantize(tensor.float().contiguous().numpy(), kind))
     writer.close()
     return notes
 
 
-def name_for(name: str, tokenizer: Any) -> str:
-    """The model's name. One that sounds like Phi-3 makes llama.cpp look for tokens of Phi-3, and stop without them."""
-    sounds = any(sound in name.lower() for sound in ("phi-3", "phi3"))
-    return "compressed" if sounds and {"<unk>", "<s>", "<|endoftext|>"} - set(tokenizer.get_vocab()) else name
+def choose_name(name: str, tokenizer: Any) -> str:
+    """The name to store. A name with "phi-3" in it makes llama.cpp look for Phi-3's tokens, and fail without them."""
+    is_phi3 = any(part in name.lower() for part in ("phi-3", "phi3"))
+    return "compressed" if is_phi3 and {"<unk>", "<s>", "<|endoftext|>"} - set(tokenizer.get_vocab()) else name
 
 
-def add_shape(writer: GGUFWriter, model: Any) -> None:
-    """The sizes of the model, as llama.cpp names them."""
+def add_sizes(writer: GGUFWriter, model: Any) -> None:
+    """Write the sizes of the model and its blocks."""
     config = model.config
     layers = config.num_hidden_layers
     writer.add_block_count(layers)
-    writer.add_context_length(context_of(config))
+    writer.add_context_length(exact_context_length(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_vocab_size(config.vocab_size)
     writer.add_feed_forward_length(block_widths(model))
@@ -89,20 +90,20 @@ def add_shape(writer: GGUFWriter, model: Any) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
 
 
-def context_of(config: Any) -> int:
-    """How many tokens the file is right for: rotations that change with the length are kept as they begin."""
+def exact_context_length(config: Any) -> int:
+    """How many tokens the file computes exactly: longrope's rotations change beyond the original context."""
     rope = config.rope_parameters
     if rope["rope_type"] == "longrope":
         return int(rope["original_max_position_embeddings"])
     return int(config.max_position_embeddings)
 
 
-def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by its GGUF name. Biases of zeros are left out; so are rotations that are not scaled."""
+def list_gguf_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor with its GGUF name. Biases of zeros are left out, and so are rotation factors that are all one."""
     config, rotations = model.config, model.model.rotary_emb
     rope = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
     factors = config.rope_parameters["rope_theta"] ** -rope / rotations.inv_freq.double()
-    if (factors - 1).abs().max() > 1e-6:  # llama.cpp divides by them
+    if (factors - 1).abs().max() > 1e-6:  # llama.cpp divides the frequencies by them
         yield "rope_freqs.weight", factors.float()
     tied = config.tie_word_embeddings
     for path, tensor in model.state_dict().items():
@@ -111,22 +112,22 @@ def named_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
         if path.endswith("_proj.bias") and not tensor.any():
             continue
         owner, _, kind = path.rpartition(".")
-        if ".q_proj" in path:  # a scale of the rotations is one of queries times keys
-            tensor = paired(tensor, config.head_dim) * rotations.attention_scaling**2
+        if ".q_proj" in path:  # transformers scales the rotations of queries and of keys: here the queries take both
+            tensor = halves_to_pairs(tensor, config.head_dim) * rotations.attention_scaling**2
         elif ".k_proj" in path:
-            tensor = paired(tensor, config.head_dim)
+            tensor = halves_to_pairs(tensor, config.head_dim)
         _, layer, part = owner.rpartition(".layers.")
         number, _, part = part.partition(".") if layer else ("", "", owner)
-        yield f"blk.{number}.{NAMES[part]}.{kind}" if layer else f"{NAMES[part]}.{kind}", tensor
+        yield f"blk.{number}.{GGUF_NAMES[part]}.{kind}" if layer else f"{GGUF_NAMES[part]}.{kind}", tensor
 
 
-def paired(tensor: Tensor, head: int) -> Tensor:
-    """Rows of every head from two halves to neighbouring pairs, which is how `deci` rotates."""
+def halves_to_pairs(tensor: Tensor, head: int) -> Tensor:
+    """Reorder the rows of every head from two halves to neighbouring pairs, which is what `deci` rotates."""
     return tensor.reshape(-1, 2, head // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
-def kind_of(tensor: Tensor, dtype: str) -> GGMLQuantizationType:
-    """The type to store a tensor as: vectors stay float32, and rows that q8_0 cannot divide are float16."""
+def choose_storage_type(tensor: Tensor, dtype: str) -> GGMLQuantizationType:
+    """The type that a tensor is stored as: vectors as float32, and as float16 where q8_0 does not divide the row."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     kind = GGMLQuantizationType[dtype.upper()]

@@ -1,7 +1,8 @@
 """The tokenizer of a checkpoint, written into a GGUF file so that llama.cpp makes the same tokens of a text.
 
-llama.cpp knows ways to cut a text into words by name only, so a tokenizer is recognised by its structure or refused.
-Where llama.cpp is known to differ in some texts, that is said in a note.
+A pre-tokenizer splits a text into words before BPE merges the bytes of each word. llama.cpp has a fixed list of
+pre-tokenizers, chosen by name. So that of the checkpoint is recognised by its regular expressions, or refused. Where
+llama.cpp is known to differ for some texts, a note says so.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from transformers import PreTrainedTokenizerBase
 
 from compressor.runtime.errors import InputError, shorten
 
-# The parts that the regular expressions of many tokenizer.json files share.
-SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*" + END
+# Parts of regular expressions that many tokenizer.json files share.
+CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+WHITESPACE = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+PUNCTUATION = r" ?[^\s\p{L}\p{N}]+[\r\n]*" + WHITESPACE
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-CASED = [r"[^\r\n\p{L}\p{N}]?" + word for word in (f"{UPPER}*{LOWER}+", f"{UPPER}+{LOWER}*")]
+CASED_WORDS = [r"[^\r\n\p{L}\p{N}]?" + word for word in (f"{UPPER}*{LOWER}+", f"{UPPER}+{LOWER}*")]
 WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-MARKED = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
+WORD_WITH_MARKS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
 POSSESSIVE = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*" + END
+PUNCTUATION_WITH_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*" + WHITESPACE
 CJK = "[一-龥぀-ゟ゠-ヿ]+"
-NAMED = (
+DEEPSEEK_WORD = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
 )
 ASCII_CASE = "llama.cpp knows upper and lower case, where words are cut, of ASCII letters only, and no combining marks"
@@ -37,55 +38,70 @@ if TYPE_CHECKING:
 
 ALTERNATIVE = "use --to hf-dense, which keeps the tokenizer as it is"
 SPACE = "▁"
-NEVER = {chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}  # letters of the bytes that UTF-8 does not have
+INVALID_BYTES = {chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}  # as letters: bytes that UTF-8 never has
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """A way to cut text into words that llama.cpp has: its names, by whether a word that is a token is taken whole."""
+    """A pre-tokenizer of llama.cpp: its steps, its names by whether it has `ignore_merges`, and a known difference.
+
+    With `ignore_merges`, a word that is a token is taken whole, without applying merges.
+    """
 
     steps: tuple[str, ...]
     names: Mapping[bool, str]
     note: str | None = None
 
 
-def split(*patterns: str) -> tuple[str, ...]:
+def split_by(*patterns: str) -> tuple[str, ...]:
+    """The steps of a pre-tokenizer that splits by these patterns one after another, as `name_steps` names them."""
     return (*(f"split {pattern}" for pattern in patterns), "bytes")
 
 
 PRE_TOKENIZERS = [
     PreTokenizer(("words", "bytes"), {False: "gpt-2"}),
     PreTokenizer(("digits", "words", "bytes"), {False: "smollm"}),
-    PreTokenizer(split(rf"{SHORT}|{WORD}|\p{{N}}{{1,3}}|{MARKS}"), {True: "llama-bpe", False: "dbrx"}),
-    PreTokenizer(split(rf"{SHORT}|{WORD}|\p{{N}}|{MARKS}"), {False: "qwen2"}),
-    PreTokenizer(split(rf"{CASED[0]}|{CASED[1]}|\p{{N}}|{PATHS}"), {True: "tekken"}, ASCII_CASE),
+    PreTokenizer(split_by(rf"{CONTRACTION}|{WORD}|\p{{N}}{{1,3}}|{PUNCTUATION}"), {True: "llama-bpe", False: "dbrx"}),
+    PreTokenizer(split_by(rf"{CONTRACTION}|{WORD}|\p{{N}}|{PUNCTUATION}"), {False: "qwen2"}),
     PreTokenizer(
-        split(rf"{CASED[0]}{SHORT}?|{CASED[1]}{SHORT}?|\p{{N}}{{1,3}}|{PATHS}"), {False: "gpt-4o"}, ASCII_CASE
+        split_by(rf"{CASED_WORDS[0]}|{CASED_WORDS[1]}|\p{{N}}|{PUNCTUATION_WITH_SLASHES}"), {True: "tekken"}, ASCII_CASE
     ),
-    PreTokenizer(split(rf"{SHORT}|{MARKED}|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{END}"), {False: "qwen35"}),
-    PreTokenizer(split(rf"{SHORT}|{WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+{END}"), {False: "seed-coder"}),
-    PreTokenizer(split(POSSESSIVE), {False: "bailingmoe"}),
-    PreTokenizer(split(r"\p{N}{1,3}", CJK, NAMED + END), {False: "deepseek-v3"}),
+    PreTokenizer(
+        split_by(
+            rf"{CASED_WORDS[0]}{CONTRACTION}?|{CASED_WORDS[1]}{CONTRACTION}?|\p{{N}}{{1,3}}|{PUNCTUATION_WITH_SLASHES}"
+        ),
+        {False: "gpt-4o"},
+        ASCII_CASE,
+    ),
+    PreTokenizer(
+        split_by(rf"{CONTRACTION}|{WORD_WITH_MARKS}|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{WHITESPACE}"),
+        {False: "qwen35"},
+    ),
+    PreTokenizer(
+        split_by(rf"{CONTRACTION}|{WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+{WHITESPACE}"), {False: "seed-coder"}
+    ),
+    PreTokenizer(split_by(POSSESSIVE), {False: "bailingmoe"}),
+    PreTokenizer(split_by(r"\p{N}{1,3}", CJK, DEEPSEEK_WORD + WHITESPACE), {False: "deepseek-v3"}),
 ]
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What tokenizer.json says, as far as both kinds of tokenizer need it."""
+    """The content of tokenizer.json that both kinds of tokenizer need."""
 
     data: dict[str, Any]
     model: dict[str, Any]
     added: dict[int, dict[str, Any]]
-    tokens: list[str]  # one for each row; those that no token has are filled up
-    unused: set[int]
+    tokens: list[str]  # one for each row of embeddings; rows without a token have a made-up one
+    unused: set[int]  # rows without a token
     notes: list[str]
 
 
 def add_vocabulary(
     writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, rows: int, generation_config: Any = None
 ) -> list[str]:
-    """Write the tokenizer of a model with that many rows of embeddings. What llama.cpp does otherwise is returned."""
+    """Write the tokenizer of a model with that many rows of embeddings; return notes on how llama.cpp differs."""
     if not getattr(tokenizer, "is_fast", False):
         raise unsupported(f"the tokenizer {type(tokenizer).__name__} has no tokenizer.json")
     vocabulary = read_vocabulary(json.loads(tokenizer.backend_tokenizer.to_str()), rows)
@@ -95,12 +111,12 @@ def add_vocabulary(
     for part in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(part):
             raise unsupported(f"llama.cpp has no {part} ({model[part]!r})")
-    if has_bytes(vocabulary):
+    if falls_back_to_bytes(vocabulary):
         add_pieces(writer, vocabulary)
     else:
         add_merges(writer, vocabulary)
     writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(find_types(vocabulary))
+    writer.add_token_types(list_token_types(vocabulary))
     add_special_tokens(writer, tokenizer, vocabulary, generation_config)
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
@@ -111,14 +127,14 @@ def add_vocabulary(
 
 
 def unsupported(reason: str) -> InputError:
-    """The error for a tokenizer that llama.cpp does not have, with the way out."""
+    """The error for a tokenizer that llama.cpp does not have, with the alternative."""
     return InputError(f"{reason}; {ALTERNATIVE}")
 
 
 def read_vocabulary(data: dict[str, Any], rows: int) -> Vocabulary:
-    """Every row's token; a model may have more rows than its tokenizer has tokens.
+    """The token of every row of embeddings; a model may have more rows than its tokenizer has tokens.
 
-    Added tokens beyond the last row, such as a padding that nobody trained, are left out: no model could take them.
+    Added tokens beyond the last row, such as an untrained padding token, are left out: the model could not take them.
     """
     added = {token["id"]: token for token in data.get("added_tokens") or [] if token["id"] < rows}
     pieces = data["model"]["vocab"]
@@ -144,11 +160,12 @@ def read_vocabulary(data: dict[str, Any], rows: int) -> Vocabulary:
     return Vocabulary(data, data["model"], added, [texts[id] for id in range(rows)], unused, notes)
 
 
-def find_types(vocabulary: Vocabulary) -> list[int]:
+def list_token_types(vocabulary: Vocabulary) -> list[int]:
+    """llama.cpp's type of every token: normal, byte, control and so on."""
     from gguf import TokenType
 
     unknown = vocabulary.model.get("unk_token")
-    bytes_ = set(BYTES) if has_bytes(vocabulary) else set()
+    bytes_ = set(BYTES) if falls_back_to_bytes(vocabulary) else set()
     types = []
     for id, text in enumerate(vocabulary.tokens):
         added = vocabulary.added.get(id)
@@ -165,7 +182,7 @@ def find_types(vocabulary: Vocabulary) -> list[int]:
 
 
 def add_merges(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
-    """Byte-level BPE: the merges, and the name of the way to cut words."""
+    """Write a byte-level BPE tokenizer: its merges and the name of its pre-tokenizer."""
     model = vocabulary.model
     normalizers = flatten(vocabulary.data.get("normalizer"), "normalizers")
     if [part["type"] for part in normalizers] == ["NFC"]:
@@ -177,7 +194,7 @@ def add_merges(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
         raise unsupported(
             f"llama.cpp drops the bytes that have no token ({len(missing)} of 256) where the tokenizer does not"
         )
-    if rare := set(missing) - NEVER:
+    if rare := set(missing) - INVALID_BYTES:
         vocabulary.notes.append(f"llama.cpp makes other tokens next to one of the {len(rare)} bytes that have no token")
     merges = [" ".join(pair) for pair in read_merges(model)]
     if not merges:
@@ -188,7 +205,7 @@ def add_merges(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
 
 
 def name_pre_tokenizer(vocabulary: Vocabulary) -> str:
-    """llama.cpp's name of the way to cut words; with it comes whether a word that is a token is taken whole."""
+    """llama.cpp's name for the pre-tokenizer; the name also decides about `ignore_merges`."""
     parts = flatten(vocabulary.data.get("pre_tokenizer"), "pretokenizers")
     if [(part["type"], part.get("add_prefix_space")) for part in parts] == [("ByteLevel", True)]:
         parts = [{**parts[0], "add_prefix_space": False}]
@@ -196,32 +213,33 @@ def name_pre_tokenizer(vocabulary: Vocabulary) -> str:
     pre_tokenizer = find_pre_tokenizer(parts)
     if pre_tokenizer is None:
         raise unsupported(f"llama.cpp is not known to cut words as this tokenizer does ({quote_parts(parts)})")
-    whole = bool(vocabulary.model.get("ignore_merges"))
-    if whole not in pre_tokenizer.names and not merges_suffice(vocabulary.data):
+    ignore_merges = bool(vocabulary.model.get("ignore_merges"))
+    if ignore_merges not in pre_tokenizer.names and not merges_suffice(vocabulary.data):
         raise unsupported(
-            f"llama.cpp has {' and '.join(pre_tokenizer.names.values())} only with ignore_merges {not whole}"
+            f"llama.cpp has {' and '.join(pre_tokenizer.names.values())} only with ignore_merges {not ignore_merges}"
         )
     if pre_tokenizer.note:
         vocabulary.notes.append(pre_tokenizer.note)
-    return pre_tokenizer.names.get(whole) or pre_tokenizer.names[not whole]
+    return pre_tokenizer.names.get(ignore_merges) or pre_tokenizer.names[not ignore_merges]
 
 
 def merges_suffice(data: dict[str, Any]) -> bool:
-    """Whether merges alone make a token of every word that is one: then taking it whole makes no difference."""
+    """Whether merges alone turn every token's text into that token, so that `ignore_merges` makes no difference."""
     model = Tokenizer.from_str(json.dumps(data | {"model": data["model"] | {"ignore_merges": False}})).model
     added = {token["content"] for token in data["added_tokens"]}
     return all(text in added or len(model.tokenize(text)) == 1 for text in data["model"]["vocab"])
 
 
 def add_pieces(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
-    """BPE as SentencePiece does it: llama.cpp joins the two neighbours that make the token with the best score."""
+    """Write a BPE tokenizer in SentencePiece's form: llama.cpp joins the neighbours whose token has the best score."""
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
     writer.add_add_space_prefix(find_space_prefix(vocabulary))
-    writer.add_token_scores(score(vocabulary))
+    writer.add_token_scores(score_tokens(vocabulary))
 
 
-def has_bytes(vocabulary: Vocabulary) -> bool:
+def falls_back_to_bytes(vocabulary: Vocabulary) -> bool:
+    """Whether characters without a token become byte tokens, as in SentencePiece models; all 256 must exist."""
     if not vocabulary.model.get("byte_fallback"):
         return False
     missing = set(BYTES) - vocabulary.model["vocab"].keys()
@@ -231,12 +249,12 @@ def has_bytes(vocabulary: Vocabulary) -> bool:
 
 
 def find_space_prefix(vocabulary: Vocabulary) -> bool:
-    """Whether a space is put before the text. Only the ways that llama.cpp has are let through."""
+    """Whether a space is put before the text. Handling of spaces that llama.cpp does not have is refused."""
     normalizers = flatten(vocabulary.data.get("normalizer"), "normalizers")
     parts = flatten(vocabulary.data.get("pre_tokenizer"), "pretokenizers")
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepend = {"type": "Prepend", "prepend": SPACE}
-    if normalizers in ([prepend, replace], [replace]) and all(cuts_spaces(part) for part in parts):
+    if normalizers in ([prepend, replace], [replace]) and all(splits_at_spaces(part) for part in parts):
         if len(normalizers) == 2:
             changed = [t["content"] for t in vocabulary.added.values() if t["normalized"]]
             if changed:
@@ -256,19 +274,19 @@ def find_space_prefix(vocabulary: Vocabulary) -> bool:
     return bool(scheme != "never")
 
 
-def cuts_spaces(part: dict[str, Any]) -> bool:
-    """A cut at spaces cuts nothing where they were all replaced before."""
+def splits_at_spaces(part: dict[str, Any]) -> bool:
+    """Whether the part only splits at spaces, which does nothing once the normalizer has replaced them all."""
     return part.get("pattern") == {"String": " "} and part["type"] == "Split"
 
 
-def score(vocabulary: Vocabulary) -> list[float]:
-    """A score for every token, such that the best score is the earliest merge.
+def score_tokens(vocabulary: Vocabulary) -> list[float]:
+    """A score for every token, such that an earlier merge has a better score.
 
-    That is exact if every two tokens that make a third are a merge, as it is in tokenizers that were SentencePiece
-    models; another tokenizer is refused.
+    This is exact if any two tokens that together make a third are a merge, which holds for tokenizers that were made
+    from SentencePiece models. Other tokenizers are refused.
     """
     merges = read_merges(vocabulary.model)
-    order = rank(merges)
+    order = rank_tokens(merges)
     pieces = vocabulary.model["vocab"].keys() - {token["content"] for token in vocabulary.added.values()}
     known = set(merges)
     for piece in pieces - set(BYTES):
@@ -279,26 +297,26 @@ def score(vocabulary: Vocabulary) -> list[float]:
     return [-float(order.get(token, len(order))) for token in vocabulary.tokens]
 
 
-def rank(merges: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """The place of each token in the order of the merges, one for all the merges that make it.
+def rank_tokens(merges: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """The rank of each token in the order of the merges, one rank for all merges that make it.
 
-    Where merges of several tokens are mixed, those tokens share a place, and llama.cpp takes the leftmost. For runs of
-    spaces that is the same as to prefer the longest left part, which is how such merges are ordered.
+    Where the merges of several tokens are interleaved, those tokens share a rank, and llama.cpp joins the leftmost pair
+    first. For runs of spaces this equals preferring the longest left part, which is how such merges are ordered.
     """
     last = {left + right: i for i, (left, right) in enumerate(merges)}
     ranks: dict[str, int] = {}
-    place, end = -1, -1
+    rank, end = -1, -1
     for i, (left, right) in enumerate(merges):
         token = left + right
         if i > end:
-            place += 1
-        elif ranks.get(token) != place or set(token) == {SPACE}:
-            before = merges[i - 1]
-            if set(token + "".join(before)) != {SPACE} or len(left) > len(before[0]):
+            rank += 1
+        elif ranks.get(token) != rank or set(token) == {SPACE}:
+            previous = merges[i - 1]
+            if set(token + "".join(previous)) != {SPACE} or len(left) > len(previous[0]):
                 raise unsupported(
                     f"llama.cpp has one rank for each token, and {token!r} is made by merges of many ranks"
                 )
-        ranks.setdefault(token, place)
+        ranks.setdefault(token, rank)
         end = max(end, last[token])
     return ranks
 
@@ -306,7 +324,7 @@ def rank(merges: Sequence[tuple[str, str]]) -> dict[str, int]:
 def add_special_tokens(
     writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary, generation_config: Any
 ) -> None:
-    """Beginning, end, padding and unknown; and what the tokenizer really puts around a text."""
+    """Write the tokens for beginning, end, padding and unknown, and whether the tokenizer puts them around a text."""
     bare = tokenizer.encode("a", add_special_tokens=False)
     full = tokenizer.encode("a", add_special_tokens=True)
     start = next((i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare), None)
@@ -315,12 +333,12 @@ def add_special_tokens(
         raise unsupported(
             f"llama.cpp puts at most one token before and after a text; this tokenizer makes {full} of {bare}"
         )
-    rows = range(len(vocabulary.tokens))  # a padding that nobody trained may lie beyond them
+    rows = range(len(vocabulary.tokens))  # an untrained padding token may lie beyond them
     if any(id not in rows for id in (*before, *after)):
         raise unsupported(
             f"the tokenizer puts {full} around a text, and the model only has {len(rows)} rows of embeddings"
         )
-    ends = [id for id in list_ends(tokenizer, generation_config) if id in rows]
+    ends = [id for id in list_end_tokens(tokenizer, generation_config) if id in rows]
     named = [getattr(tokenizer, f"{name}_token_id") for name in ("bos", "pad", "unk")]
     begin, pad, unknown = (id if id in rows else None for id in named)
     first = before[0] if before else begin
@@ -336,16 +354,14 @@ def add_special_tokens(
         )
     writer.add_add_bos_token(bool(before))
     writer.add_add_eos_token(bool(after))
-    more = [id for id in ends if id != end]
-    if len(more) > 2:
-        vocabulary.notes.append(f"llama.cpp may not end a text at {[vocabulary.tokens[id] for id in more[2:]]}")
+    other_ends = [id for id in ends if id != end]
+    if len(other_ends) > 2:
+        vocabulary.notes.append(f"llama.cpp may not end a text at {[vocabulary.tokens[id] for id in other_ends[2:]]}")
     ids = {
-        "bos": end
-        if first is None
-        else first,  # without one, llama.cpp would name a token that has nothing to do with it
+        "bos": end if first is None else first,  # without one, llama.cpp would take an arbitrary token
         "eos": end,
-        "eot": more[0] if more else None,
-        "eom": more[1] if len(more) > 1 else None,
+        "eot": other_ends[0] if other_ends else None,
+        "eom": other_ends[1] if len(other_ends) > 1 else None,
         "pad": pad,
         "unk": unknown,
     }
@@ -354,38 +370,39 @@ def add_special_tokens(
             getattr(writer, f"add_{name}_token_id")(id)
 
 
-def list_ends(tokenizer: PreTrainedTokenizerBase, generation_config: Any) -> list[int]:
-    """The tokens that end a text, the tokenizer's own first."""
+def list_end_tokens(tokenizer: PreTrainedTokenizerBase, generation_config: Any) -> list[int]:
+    """The ids of the tokens that end a text, the tokenizer's own first, then those of the generation config."""
     configured = getattr(generation_config, "eos_token_id", None)
     configured = configured if isinstance(configured, list) else [configured]
     return [id for id in dict.fromkeys([tokenizer.eos_token_id, *configured]) if id is not None]
 
 
 def quote_parts(parts: Sequence[dict[str, Any]]) -> str:
+    """Parts of tokenizer.json for an error message."""
     return shorten(json.dumps(parts, ensure_ascii=False)) if parts else "none"
 
 
 def read_merges(model: dict[str, Any]) -> list[tuple[str, str]]:
-    """Newer files hold pairs, older ones words with a space between them."""
+    """The merges as pairs; older files write a pair as two words with a space between them."""
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
     return [(left, right) for left, right in pairs]
 
 
 def byte_letters() -> list[str]:
-    """The letters by which byte-level BPE writes the 256 bytes."""
+    """The 256 letters that stand for the bytes in byte-level BPE."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     return ByteLevel.alphabet()
 
 
 def find_pre_tokenizer(parts: Sequence[dict[str, Any]]) -> PreTokenizer | None:
-    """The pre-tokenizer of llama.cpp that is made of these parts, or None where it has none."""
+    """The pre-tokenizer of llama.cpp with the steps of these parts, or None."""
     steps = tuple(step for part in parts for step in name_steps(part))
     return next((known for known in PRE_TOKENIZERS if known.steps == steps), None)
 
 
 def name_steps(part: dict[str, Any]) -> tuple[str, ...]:
-    """A part of the pre-tokenizer in a word or two, all of it that makes a difference."""
+    """The steps of one part of a pre-tokenizer, named so that parts that split alike have the same names."""
     kind = part["type"]
     if kind == "ByteLevel" and not part.get("add_prefix_space"):
         return ("words", "bytes") if part.get("use_regex", True) else ("bytes",)
@@ -393,14 +410,18 @@ def name_steps(part: dict[str, Any]) -> tuple[str, ...]:
         return ("digits",)
     if kind == "Split" and "Regex" in part["pattern"]:
         pattern = part["pattern"]["Regex"].replace("\r", r"\r").replace("\n", r"\n")
-        # What is between the matches is kept or dropped: no difference for a pattern that matches everything.
-        everything = (part["behavior"], part["invert"]) == ("Removed", True) and pattern.endswith((MARKS, PATHS))
-        if everything or (part["behavior"], part["invert"]) == ("Isolated", False):
+        # Whether text between matches is kept or dropped makes no difference for a pattern that matches everything.
+        matches_everything = pattern.endswith((PUNCTUATION, PUNCTUATION_WITH_SLASHES))
+        mode = (part["behavior"], part["invert"])
+        if mode == ("Isolated", False) or (mode == ("Removed", True) and matches_everything):
             return (f"split {pattern}",)
     return (f"unknown {kind}",)
 
 
 def flatten(part: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """The parts of a possibly nested sequence, in order; `name` is the key under which a sequence has its parts."""
     if part is None:
         return []
-    return [each for inner in part[name] for each in flatten(inner, name)] if part["type"] == "Sequence" else [part]
+    if part["type"] == "Sequence":
+        return [leaf for inner in part[name] for leaf in flatten(inner, name)]
+    return [part]

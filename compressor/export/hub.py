@@ -1,4 +1,4 @@
-"""Send a compressed checkpoint to the Hugging Face Hub in one commit, or list what that commit would hold."""
+"""Send a compressed checkpoint to the Hugging Face Hub in one commit, or list the files of that commit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def push(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> PushRecord:
-    """Check everything that can be checked here, then send it. Without a token it is a dry run, and says so."""
+    """Check the checkpoint, then send it. With `dry_run` or without a token nothing is sent, and the record says so."""
     refuse_names(repo, branch)
     upload = collect_upload(Path(directory), repo)
     files = [PushedFile(path=name, bytes=size) for name, size in upload.sizes().items()]
@@ -71,6 +71,7 @@ def push(
 
 
 def refuse_names(repo: str, branch: str | None) -> None:
+    """Refuse names that cannot be those of a repository and a branch."""
     if not is_repo_id(repo) or "/" not in repo:
         raise InputError(f"{repo!r} is no name of a repository; give OWNER/NAME, such as me/model-lin")
     if branch is not None and (not branch.strip() or branch != branch.strip() or branch.startswith(("-", "/"))):
@@ -78,6 +79,7 @@ def refuse_names(repo: str, branch: str | None) -> None:
 
 
 def open_client() -> HfApi:
+    """The Hub's client, if the Hub can be reached."""
     offline = why_unreachable()
     if offline:
         raise InputError(f"the Hugging Face Hub cannot be reached ({offline}); see what would be sent with --dry-run")
@@ -87,12 +89,14 @@ def open_client() -> HfApi:
 def prepare_repository(
     api: Any, upload: Upload, repo: str, private: bool, branch: str | None, overwrite: bool
 ) -> tuple[list[str], bool]:
-    """Refuse a repository that this must not be written to, and create what is missing; return which of its files are
-    to be removed, and whether it is new."""
+    """Create the repository or the branch if it is missing, and refuse one that holds something else.
+
+    Returns its files that this commit removes, and whether the repository is new.
+    """
     try:
         existing = api.model_info(repo)
     except RepositoryNotFoundError:
-        api.create_repo(repo, private=private or None, exist_ok=True)  # None: what the owner has chosen for all
+        api.create_repo(repo, private=private or None, exist_ok=True)  # None: the owner's default
         if branch not in (None, MAIN):
             api.create_branch(repo, branch=branch, exist_ok=True)
         return [], True
@@ -101,38 +105,38 @@ def prepare_repository(
             f"{repo} exists and is public, so --private cannot hold; make it private on its Hub page first"
         )
     try:
-        present, missing = api.list_repo_files(repo, revision=branch), False
+        present, is_new_branch = api.list_repo_files(repo, revision=branch), False
     except RevisionNotFoundError:
-        present, missing = api.list_repo_files(repo), True
+        present, is_new_branch = api.list_repo_files(repo), True
     others = [name for name in present if name != ".gitattributes"]
     if others and RECORD not in others and not overwrite:
         raise InputError(
             f"{repo} has {len(others)} files ({others[0]}, …) that compress did not write; name another repository or "
             "add --overwrite"
         )
-    if missing:
+    if is_new_branch:
         api.create_branch(repo, branch=branch, exist_ok=True)
     return [name for name in present if is_written_by_compress(name) and name not in upload.files], False
 
 
 @contextmanager
 def explaining_refusals(repo: str, branch: str | None) -> Iterator[None]:
-    """Turn an error of the Hub or the network into one line; the token is neither in it nor in its traceback."""
+    """Turn an error of the Hub or the network into one line. The token appears neither in it nor in its traceback."""
     try:
         yield
     except (InputError, MemoryError):
         raise
     except Exception as error:  # the HTTP client's own exceptions share no base class across Hub versions
-        secret = get_token()
-        leaks = any(secret is not None and secret in str(cause) for cause in causes(error))
-        raise explain(repo, branch, error, secret) from (None if leaks else error)
+        token = get_token()
+        leaks = any(token is not None and token in str(cause) for cause in causes(error))
+        raise explain_refusal(repo, branch, error, token) from (None if leaks else error)
 
 
-def explain(repo: str, branch: str | None, error: Exception, secret: str | None) -> InputError:
-    """What an answer of the Hub means to the user."""
+def explain_refusal(repo: str, branch: str | None, error: Exception, token: str | None) -> InputError:
+    """The Hub's error in words that tell the user what to do."""
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     message = getattr(error, "server_message", None)  # the first line of the error itself is only the address
-    reason = (reason_of(ValueError(message)) if message else reason_of(error)).replace(secret or "\0", "***")
+    reason = (reason_of(ValueError(message)) if message else reason_of(error)).replace(token or "\0", "***")
     if status == 401:
         return InputError(f"the Hub does not know the token; {LOG_IN}")
     if status == 403:

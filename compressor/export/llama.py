@@ -1,13 +1,13 @@
-"""Llama-type models in Llama's own terms: what llama.cpp, vLLM and the stock LlamaForCausalLM can run.
+"""Convert a compressed model of a Llama-like family to a Llama, which llama.cpp, vLLM and transformers can run.
 
-Scales that a family applies while it computes (Granite) go into the weights, fused matrices are cut, interleaved
-rotations are reordered. All of it is exact; families whose layers compute something else are not in the table.
+Multipliers that a family applies while it computes (Granite) go into the weights, fused matrices are split, and rows of
+interleaved rotations are reordered. All of this is exact. Families whose layers compute something else are refused.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,19 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from compressor.export.fold import OrdinaryBlock
-from compressor.export.stock import Layout, assemble, fold_blocks, has_replacement, layout_of, stock_config, widths_of
+from compressor.export.stock import (
+    Layout,
+    assemble,
+    count_needed_neurons,
+    find_layout,
+    fold_blocks,
+    has_replacement,
+    stock_config,
+)
 from compressor.models.blocks import find_blocks
 from compressor.runtime.errors import InputError
 
-# The families whose layers are Llama's; True: their rotations pair neighbouring numbers instead of halves.
+# The families whose layers compute what Llama's do. True: their rotations pair neighbouring numbers instead of halves.
 LLAMA_TYPES = {
     "cwm": False,
     "ernie4_5": True,
@@ -32,7 +40,7 @@ LLAMA_TYPES = {
     "qwen2": False,
     "seed_oss": False,
 }
-OTHER = {
+WHY_NOT_LLAMA = {
     "gemma": "its gate is a gelu",
     "gemma2": "its gate is a gelu, and it has norms after its blocks and soft caps on its logits",
     "gemma3_text": "its gate is a gelu, and it has norms after its blocks",
@@ -43,33 +51,33 @@ OTHER = {
     "smollm3": "some of its layers have no rotations",
     "stablelm": "its norms subtract the mean",
 }
-# What all of these families call the same.
-SHARED = (
+# Settings that have the same name in all of these families.
+SHARED_SETTINGS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "initializer_range"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
-PLAIN = "its blocks have no gate"
 
 
 @dataclass(frozen=True)
 class Llama:
-    """A compressed model as a LlamaForCausalLM whose blocks may have different widths, and what that costs."""
+    """A compressed model as a LlamaForCausalLM whose blocks may have different widths."""
 
     model: Any
     layout: Layout
-    widths: list[int]  # that the blocks need; they may have been given more
-    window: int | None  # the source looks back so far and no further: up to there both are the same
-    scaled: bool  # weights were multiplied by what the source multiplies with while it computes
+    widths: list[int]  # the neurons that the blocks need; they may have been given more
+    window: int | None  # the source's sliding window, to which the Llama's context is cut
+    scaled: bool  # whether the source's multipliers went into the weights
 
 
 def refuse_other_types(model: Any) -> None:
-    """InputError that says what keeps a family from being a Llama."""
+    """Refuse a family that cannot be converted, and say why."""
     config = model.config
     family = config.model_type
     if family not in LLAMA_TYPES:
-        layout = layout_of(stock_config(model))
-        reason = OTHER.get(family) or (PLAIN if layout is None or not layout.gated else "its layers are not Llama's")
+        layout = find_layout(stock_config(model))
+        gated = layout is not None and layout.gated
+        reason = WHY_NOT_LLAMA.get(family, "its layers are not Llama's" if gated else "its blocks have no gate")
         known = ", ".join(sorted(LLAMA_TYPES))
         raise InputError(
             f"{family} is not of Llama's type: {reason}, and only Llamas have an architecture there with a width for "
@@ -80,46 +88,54 @@ def refuse_other_types(model: Any) -> None:
 
 
 @torch.no_grad()
-def as_llama(model: Any, *, uniform: bool = False, multiple: int = 1, kept: bool = False) -> Llama:
-    """A compressed model in Llama's terms. Its blocks have the widths that they need, rounded up to a multiple (but,
-    with `kept`, not those that were never replaced), or all have one width."""
+def convert_to_llama(
+    model: Any, *, uniform: bool = False, multiple: int = 1, keep_original_widths: bool = False
+) -> Llama:
+    """Convert a compressed model to a Llama.
+
+    Each block gets the width that it needs, rounded up to a multiple; with `uniform`, all get the largest of these.
+    With `keep_original_widths`, blocks that were not replaced keep their width, even if it is not a multiple.
+    """
     refuse_other_types(model)
     config = llama_config(model)
     config.mlp_bias = True
-    layout = layout_of(config)
+    layout = find_layout(config)
     if layout is None:
         raise InputError(f"the activation of its blocks, {config.hidden_act}, is not one that is known here")
-    needed = widths_of(model, layout)
+    needed = count_needed_neurons(model, layout)
     rounded = [-(-max(width, 1) // multiple) * multiple for width in needed]
-    stay = [kept and not has_replacement(model, block) for block in find_blocks(model)]
-    widths = [width if keep else more for width, more, keep in zip(needed, rounded, stay, strict=True)]
+    unrounded = [keep_original_widths and not has_replacement(model, block) for block in find_blocks(model)]
+    widths = [exact if keep else up for exact, up, keep in zip(needed, rounded, unrounded, strict=True)]
     if uniform:
         widths = [max(widths)] * len(widths)
         config.intermediate_size = widths[0]
-    scale = scales_of(model.config, config)["residual"]
+    multipliers = find_multipliers(model.config, config)
     folded = fold_blocks(model, layout)
-    blocks = [scaled(ffn, scale).padded(width) for ffn, width in zip(folded, widths, strict=True)]
+    blocks = [
+        scale_output(ffn, multipliers["residual"]).padded(width) for ffn, width in zip(folded, widths, strict=True)
+    ]
     tensors = llama_tensors(model, config)
     llama = assemble(config, layout, tensors, blocks, dict(model.named_buffers()))
     llama.generation_config = copy.deepcopy(model.generation_config)
-    scaled_weights = any(scale != 1.0 for scale in scales_of(model.config, config).values())
-    return Llama(llama, layout, needed, window_of(model.config), scaled_weights)
+    scaled = any(multiplier != 1.0 for multiplier in multipliers.values())
+    return Llama(llama, layout, needed, find_window(model.config), scaled)
 
 
 def block_widths(model: Any) -> list[int]:
-    """The neurons of every block of a LlamaForCausalLM."""
+    """The number of neurons of every block of a LlamaForCausalLM."""
     return [layer.mlp.down_proj.in_features for layer in model.model.layers]
 
 
-def scaled(ffn: OrdinaryBlock, scale: float) -> OrdinaryBlock:
+def scale_output(ffn: OrdinaryBlock, scale: float) -> OrdinaryBlock:
+    """The block whose output is `scale` times as large."""
     if scale == 1.0:
         return ffn
     bias = None if ffn.bias is None else ffn.bias * scale
-    return OrdinaryBlock(ffn.activation, ffn.inner, ffn.outer * scale, ffn.gate, ffn.inner_bias, ffn.gate_bias, bias)
+    return replace(ffn, outer=ffn.outer * scale, bias=bias)
 
 
-def window_of(config: Any) -> int | None:
-    """How far the model looks back, where that is less than its context."""
+def find_window(config: Any) -> int | None:
+    """The model's sliding attention window in tokens, or None if it is not shorter than the context."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and "sliding_attention" not in kinds:
         return None
@@ -128,13 +144,13 @@ def window_of(config: Any) -> int | None:
 
 
 def llama_config(model: Any) -> LlamaConfig:
-    """The LlamaConfig of a Llama-type model, still with its blocks' own width."""
+    """The LlamaConfig of a Llama-like model, with the source's block width."""
     config = stock_config(model)
     state = model.state_dict()
     rope = {key: value for key, value in config.rope_parameters.items() if key != "partial_rotary_factor"}
     return LlamaConfig(
-        **{name: getattr(config, name) for name in SHARED if hasattr(config, name)},
-        max_position_embeddings=window_of(config) or config.max_position_embeddings,
+        **{name: getattr(config, name) for name in SHARED_SETTINGS if hasattr(config, name)},
+        max_position_embeddings=find_window(config) or config.max_position_embeddings,
         head_dim=getattr(config, "head_dim", None),
         rope_parameters=rope,
         attention_bias=any(name.startswith("model.layers.0.self_attn.") and name.endswith("bias") for name in state),
@@ -144,11 +160,11 @@ def llama_config(model: Any) -> LlamaConfig:
 
 
 def llama_tensors(model: Any, config: LlamaConfig) -> dict[str, Tensor]:
-    """Everything but the feed-forward blocks, by Llama's names."""
+    """Every tensor outside the feed-forward blocks, under the name that it has in a Llama."""
     source = model.config
     tensors: dict[str, Tensor] = {}
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    scales = scales_of(source, config)
+    multipliers = find_multipliers(source, config)
     for name, tensor in model.state_dict().items():
         if ".qkv_proj." in name:
             parts = tensor.split([queries, keys, keys])
@@ -160,20 +176,20 @@ def llama_tensors(model: Any, config: LlamaConfig) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         part = name.rsplit(".", 2)[-2]
         if part in ("q_proj", "k_proj") and LLAMA_TYPES[source.model_type]:
-            tensors[name] = tensor = halved(tensor, config.head_dim)
-        scale = scales["attention"] if part == "q_proj" else scales["residual"] if part == "o_proj" else 1.0
+            tensors[name] = tensor = pairs_to_halves(tensor, config.head_dim)
+        scale = multipliers["attention"] if part == "q_proj" else multipliers["residual"] if part == "o_proj" else 1.0
         if scale != 1.0:
             tensors[name] = tensor * scale
-    if scales["embedding"] != 1.0:
-        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * scales["embedding"]
-    head = scales["logits"] * (scales["embedding"] if source.tie_word_embeddings else 1.0)
-    if head != 1.0:  # into the last norm: tied weights stay tied
+    if multipliers["embedding"] != 1.0:
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * multipliers["embedding"]
+    head = multipliers["logits"] * (multipliers["embedding"] if source.tie_word_embeddings else 1.0)
+    if head != 1.0:  # goes into the last norm, so that tied weights stay tied
         tensors["model.norm.weight"] = tensors["model.norm.weight"] / head
     return tensors
 
 
-def scales_of(source: Any, config: LlamaConfig) -> dict[str, float]:
-    """What a family (Granite) multiplies with while it computes, and a Llama does not."""
+def find_multipliers(source: Any, config: LlamaConfig) -> dict[str, float]:
+    """The factors that a family (Granite) multiplies by while it computes; a Llama has none."""
     attention = getattr(source, "attention_multiplier", None)
     return {
         "embedding": getattr(source, "embedding_multiplier", 1.0),
@@ -183,7 +199,7 @@ def scales_of(source: Any, config: LlamaConfig) -> dict[str, float]:
     }
 
 
-def halved(tensor: Tensor, head: int) -> Tensor:
-    """Rows of every head from neighbouring pairs to two halves."""
+def pairs_to_halves(tensor: Tensor, head: int) -> Tensor:
+    """Reorder the rows of every head from neighbouring pairs to two halves, which is what a Llama rotates."""
     shape = tensor.shape
     return tensor.reshape(-1, head // 2, 2, *shape[1:]).transpose(1, 2).reshape(shape)

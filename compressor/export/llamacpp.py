@@ -1,4 +1,4 @@
-"""Run a GGUF file in stock llama.cpp (the wheel `xllamacpp`), in a process of its own because it may abort."""
+"""Run a GGUF file in stock llama.cpp (the wheel `xllamacpp`), in a child process, because llama.cpp may abort."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from urllib.parse import urlsplit
 
 from compressor.runtime.errors import InputError, shorten
 
-STAMP = re.compile(r"^[\d.]+ E +")  # of a line that llama.cpp logs as an error
+ERROR_PREFIX = re.compile(r"^[\d.]+ E +")  # llama.cpp begins a logged error with it
 ABORT = re.compile(r"GGML_ASSERT|GGML_ABORT|fatal error")
-LOUD = 1e6  # a bias that makes a token the most likely one, whatever the model says
-LOWEST = -1e38  # llama.cpp says log 0 as the lowest float
-PATIENCE = 10.0  # seconds for an orderly end
-ERRORS_ONLY = 1  # of llama.cpp's log
+FORCING_BIAS = 1e6  # added to a logit, it makes that token the most likely one
+LOG_ZERO = -1e38  # llama.cpp gives a number below this for log 0
+SHUTDOWN_SECONDS = 10.0  # how long a failing child may take to end before it is killed
+ERRORS_ONLY = 1  # a level of llama.cpp's log
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How llama.cpp computes. The defaults are those to compare numbers with; by itself it keeps K and V as f16."""
+    """How llama.cpp computes. The defaults are for comparing numbers: llama.cpp's own default keeps K and V as f16."""
 
     threads: int = 1
     context: int = 1024
-    cache_type: str = "f32"  # of K and V
+    cache_type: str = "f32"  # the dtype of keys and values
     flash_attention: bool = False
     batch: int = 2048
     micro_batch: int = 512
@@ -51,7 +51,8 @@ class Speed:
     decode: float
 
 
-def available() -> bool:
+def is_installed() -> bool:
+    """Whether the package xllamacpp can be imported."""
     return find_spec("xllamacpp") is not None
 
 
@@ -62,18 +63,18 @@ class Runner:
         self.file, self.settings = Path(file), settings or Settings()
 
     def __enter__(self) -> Runner:
-        if not available():
+        if not is_installed():
             raise InputError("xllamacpp, which runs GGUF files, is not installed; pip install xllamacpp")
         self.log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         self.key = secrets.token_hex(16)
         request = {"file": str(self.file.resolve()), "key": self.key, **asdict(self.settings)}
         self.child = subprocess.Popen(
             [sys.executable, "-m", "compressor.export.llamacpp"],
-            stdin=subprocess.PIPE,  # its end is the child's end, however this process goes
+            stdin=subprocess.PIPE,  # the child ends when this is closed, however this process ends
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
-            start_new_session=True,  # Ctrl-C is this process's to handle
+            start_new_session=True,  # only this process handles Ctrl-C
             env=os.environ | {"PYTHONPATH": search_path(), "GGML_NO_BACKTRACE": "1"},
         )
         assert self.child.stdin
@@ -83,7 +84,7 @@ class Runner:
             self.child.stdin.flush()
             self.address = urlsplit(json.loads(self.child.stdout.readline())).netloc
         except (OSError, ValueError):
-            self.fail()
+            self.raise_failure()
         except BaseException:
             self.close()
             raise
@@ -93,14 +94,15 @@ class Runner:
         self.close()
 
     def close(self) -> None:
-        self.child.kill()  # it holds nothing that would have to be saved
+        """End the child, which has nothing to save."""
+        self.child.kill()
         self.child.communicate()
         self.log.close()
 
-    def fail(self) -> NoReturn:
-        """The child is gone, or going: say why in its own words."""
+    def raise_failure(self) -> NoReturn:
+        """Raise an InputError with the reason from the log of a child that has failed."""
         try:
-            self.child.wait(PATIENCE)
+            self.child.wait(SHUTDOWN_SECONDS)
         except subprocess.TimeoutExpired:
             self.child.kill()
         self.log.seek(0)
@@ -108,15 +110,16 @@ class Runner:
         self.close()
         raise InputError(f"llama.cpp cannot run {self.file}: {reason}; check the file or export it again")
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
+    def request(self, path: str, body: dict[str, Any]) -> Any:
+        """The server's answer; an empty body makes it a GET request."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
-        connection = HTTPConnection(self.address)  # a new one each time, for the server closes those that wait
+        connection = HTTPConnection(self.address)  # a new one each time, because the server closes idle ones
         try:
             connection.request("POST" if body else "GET", path, json.dumps(body) if body else None, headers)
             response = connection.getresponse()
             answer = json.loads(response.read())
         except (OSError, HTTPException, ValueError):
-            self.fail()
+            self.raise_failure()
         finally:
             connection.close()
         if response.status != 200:
@@ -126,79 +129,81 @@ class Runner:
 
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:
         body = {"content": text, "add_special": add_special, "parse_special": parse_special}
-        return list(self.post("/tokenize", body)["tokens"])
+        return list(self.request("/tokenize", body)["tokens"])
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self.post("/detokenize", {"tokens": list(ids)})["content"])
+        return str(self.request("/detokenize", {"tokens": list(ids)})["content"])
 
     def chat_prompt(self, messages: Sequence[dict[str, str]]) -> str:
-        """The prompt that the file's own chat template makes of a conversation, ready for the answer."""
-        return str(self.post("/apply-template", {"messages": list(messages)})["prompt"])
+        """The prompt that the file's chat template makes of a conversation, up to where the answer begins."""
+        return str(self.request("/apply-template", {"messages": list(messages)})["prompt"])
 
-    def greedy(self, ids: Sequence[int], count: int) -> list[int]:
+    def continue_greedily(self, ids: Sequence[int], count: int) -> list[int]:
         """The most likely continuation: `count` tokens, or fewer where the model ends its text."""
-        self.require_room(len(ids) + count)
+        self.require_context(len(ids) + count)
         return list(self.complete(ids, count, return_tokens=True)["tokens"])
 
     def log_probabilities(self, ids: Sequence[int]) -> list[float]:
         """The natural log-probability of every token but the first, given those before it.
 
-        llama.cpp tells the probability of the token it takes, over the whole vocabulary and before any bias; a bias
-        makes it take the one that is asked for. Each step computes one token, for the prefix is in the cache.
+        llama.cpp reports the probability of the token that it chooses, computed before any bias. A large bias on the
+        wanted token makes it choose that one. Each step computes one token only, because the prefix is cached.
         """
-        self.require_room(len(ids) + 1)
+        self.require_context(len(ids) + 1)
         return [self.log_probability(ids[:i], ids[i]) for i in range(1, len(ids))]
 
     def log_probability(self, prefix: Sequence[int], token: int) -> float:
-        answer = self.complete(prefix, 1, n_probs=1, logit_bias=[[token, LOUD]], cache_prompt=True)
+        """The natural log-probability of a token after this prefix."""
+        answer = self.complete(prefix, 1, n_probs=1, logit_bias=[[token, FORCING_BIAS]], cache_prompt=True)
         entries = answer.get("completion_probabilities")
-        if not entries:  # the token is a part of a character, of which llama.cpp tells nothing: ask for them all
+        if not entries:  # nothing is reported for a token that is part of a character: ask for all tokens
             whole = self.tokenize("a")[-1]
-            wanted = {"n_probs": self.vocabulary(), "logit_bias": [[whole, LOUD]], "cache_prompt": True}
-            entries = self.complete(prefix, 1, **wanted)["completion_probabilities"][0]["top_logprobs"]
+            options = {"n_probs": self.vocabulary_size(), "logit_bias": [[whole, FORCING_BIAS]], "cache_prompt": True}
+            entries = self.complete(prefix, 1, **options)["completion_probabilities"][0]["top_logprobs"]
         (value,) = (entry["logprob"] for entry in entries if entry["id"] == token)
-        return value if value > LOWEST else -math.inf
+        return value if value > LOG_ZERO else -math.inf
 
-    def vocabulary(self) -> int:
-        return int(self.post("/v1/models", {})["data"][0]["meta"]["n_vocab"])
+    def vocabulary_size(self) -> int:
+        return int(self.request("/v1/models", {})["data"][0]["meta"]["n_vocab"])
 
-    def speed(self, prompt_tokens: int, new_tokens: int) -> Speed:
-        """The time of one prompt and one answer, nothing from a cache; which tokens they are makes no difference."""
-        self.require_room(prompt_tokens + new_tokens)
-        vocabulary = self.vocabulary()
-        ids = [7 * i % vocabulary for i in range(1, prompt_tokens + 1)]
+    def measure_speed(self, prompt_tokens: int, new_tokens: int) -> Speed:
+        """The speed of one prompt and one answer, without a cache. Which tokens they are makes no difference."""
+        self.require_context(prompt_tokens + new_tokens)
+        size = self.vocabulary_size()
+        ids = [7 * i % size for i in range(1, prompt_tokens + 1)]
         timings = self.complete(ids, new_tokens, ignore_eos=True)["timings"]
         return Speed(timings["prompt_per_second"], timings["predicted_per_second"])
 
-    def complete(self, ids: Sequence[int], count: int, **more: Any) -> Any:
+    def complete(self, ids: Sequence[int], count: int, **options: Any) -> Any:
+        """The server's answer to a request for `count` more tokens."""
         body = {"prompt": list(ids), "n_predict": count, "temperature": 0.0, "cache_prompt": False}
-        return self.post("/completion", body | more)
+        return self.request("/completion", body | options)
 
-    def require_room(self, tokens: int) -> None:
+    def require_context(self, tokens: int) -> None:
         if tokens > self.settings.context:
             raise InputError(f"{tokens} tokens do not fit into a context of {self.settings.context}; give more context")
 
 
 def search_path() -> str:
-    """Where the child finds this package, also when it is not installed."""
+    """The PYTHONPATH with which the child finds this package, also when it is not installed."""
     inherited = os.environ.get("PYTHONPATH")
     return os.pathsep.join([str(Path(__file__).parents[2]), *([inherited] if inherited else [])])
 
 
 def find_reason(log: str) -> str:
-    """The line that says most: a failed assertion, else the first error, for the later ones only repeat it."""
+    """The most telling line of a log: a failed assertion, else the first error, because later ones only repeat it."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     aborts = [line for line in lines if ABORT.search(line)]
-    errors = [STAMP.sub("", line) for line in lines if STAMP.match(line)]
+    errors = [ERROR_PREFIX.sub("", line) for line in lines if ERROR_PREFIX.match(line)]
     return shorten((aborts or errors or lines[-1:] or ["it ended without a word"])[0])
 
 
 def serve() -> None:
-    """The child: start llama.cpp's server, tell its address, and end when the input ends."""
+    """Run in the child: start llama.cpp's server, print its address, and end when the input ends."""
     request = json.loads(sys.stdin.readline())
-    threading.Thread(target=end_with_input, daemon=True).start()
+    threading.Thread(target=exit_at_end_of_input, daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # llama.cpp may print
+    os.dup2(2, 1)  # what llama.cpp prints goes to stderr, not into the answer
     xllamacpp: Any = import_module("xllamacpp")
     params = xllamacpp.CommonParams()
     params.model.path = request["file"]
@@ -218,9 +223,10 @@ def serve() -> None:
     threading.Event().wait()
 
 
-def end_with_input() -> None:
+def exit_at_end_of_input() -> None:
+    """End the process when stdin is closed."""
     sys.stdin.read()
-    os._exit(0)  # llama.cpp's threads are not waited for
+    os._exit(0)  # at once, without waiting for llama.cpp's threads
 
 
 if __name__ == "__main__":

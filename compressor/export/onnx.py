@@ -1,7 +1,7 @@
 """Write a model as an ONNX graph, and keep it only if ONNX Runtime computes what torch computes.
 
-Every family goes through one wrapper: its cache is made of plain layers that keep every key and value, so a sliding
-window is the mask's business alone. A family whose cache torch cannot trace gets a graph without one.
+All families are traced through one wrapper. Its key-value cache keeps every key and value, so a sliding window is a
+matter of the attention mask alone. A family whose cache torch cannot trace gets a graph without a cache.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from transformers import DynamicCache, GenerationConfig
 
 from compressor.export.stock import stock_config
 from compressor.models.load import quiet
-from compressor.models.source import context_of
+from compressor.models.source import context_length
 from compressor.runtime.errors import InputError, causes, errno_of, is_out_of_memory, shorten
 from compressor.runtime.progress import Progress
 
 PACKAGES = ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
 FILE = "model.onnx"
 OPSET = 18
-SINGLE_FILE = 2**30  # bytes of weights that go into the graph's own file; protobuf ends at 2 GB
-TOLERANCE = 1e-4  # of the largest logit: float32 sums in another order
-MANY = 2**31  # tokens or rows: no limit
-TRACED = (3, 5, 7)  # batch, tokens, past: different numbers, so that none is taken for another
-# Batch, prompt, padding on the left of the first row, and tokens after it: no combination was traced.
+SINGLE_FILE = 2**30  # more bytes of weights go into a second file, because protobuf cannot exceed 2 GB
+TOLERANCE = 1e-4  # relative to the largest logit: ONNX Runtime adds up in another order
+UNLIMITED = 2**31  # a dimension that may be as large as this has no limit
+TRACED_SIZES = (3, 5, 7)  # batch, tokens, past tokens: different, so that the tracer confuses none with another
+# What is checked: batch, prompt tokens, padding before the first row's prompt, tokens after the prompt. None of these
+# combinations is the one that was traced.
 CASES = ((1, 1, 0, 2), (1, 11, 0, 4), (2, 9, 4, 6), (4, 6, 2, 1))
 GREEDY_TOKENS = 8
 USE = {
@@ -43,8 +44,8 @@ USE = {
 }
 
 
-class Unfit(Exception):
-    """A graph that cannot be had, or that computes something else; says why in one line."""
+class GraphRejected(Exception):
+    """The graph cannot be made, or computes something else; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -56,24 +57,24 @@ class OnnxGraph:
     without_cache_because: str | None
     inputs: list[str]
     outputs: list[str]
-    logits_off: float  # from torch's, as a part of the largest logit
+    logits_off: float  # the largest difference from torch's, relative to the largest logit
     tolerance: float
     use: str  # what it can be used for
 
 
 @dataclass(frozen=True)
 class Case:
-    """Tokens of a batch, which of them are real, how many come at once, and the logits that torch gives."""
+    """A batch to check: its tokens, which of them are not padding, the length of the prompt, and torch's logits."""
 
     ids: Tensor
     mask: Tensor
     prompt: int
-    logits: Tensor  # at every position, or those that chose the greedy tokens
-    greedy: bool = False  # the tokens after the prompt are the model's own choices
+    logits: Tensor  # at every position; with `greedy`, at those that chose the tokens after the prompt
+    greedy: bool = False  # whether the tokens after the prompt are the model's own choices
 
 
-class Graph(nn.Module):
-    """What is traced: tensors in, tensors out."""
+class TracedModel(nn.Module):
+    """The module that is traced: it takes and returns tensors only, where the model takes a cache object."""
 
     def __init__(self, model: Any, *, cached: bool) -> None:
         super().__init__()
@@ -83,17 +84,18 @@ class Graph(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None, past: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        given: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": self.cached}
+        arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": self.cached}
         if position_ids is not None:
-            given["position_ids"] = position_ids
+            arguments["position_ids"] = position_ids
         if not self.cached:
-            return (self.model(**given).logits,)
+            return (self.model(**arguments).logits,)
         cache = DynamicCache(list(zip(past[::2], past[1::2], strict=True)))
-        logits = self.model(**given, past_key_values=cache).logits
+        logits = self.model(**arguments, past_key_values=cache).logits
         return (logits, *(part for layer in cache.layers for part in (layer.keys, layer.values)))
 
 
 def require_packages() -> None:
+    """Refuse the export if one of the ONNX packages is not installed."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise InputError(f"--to onnx needs {', '.join(missing)}; pip install 'compressor[onnx]'")
@@ -108,7 +110,7 @@ def write_onnx(
     """
     require_packages()
     with silence():
-        cases = expect(model)
+        cases = compute_cases(model)
     family = model.config.model_type
     reasons: dict[bool, str] = {}
     for cached in (True, False):
@@ -118,7 +120,7 @@ def write_onnx(
             with progress.bar("check in ONNX Runtime", 1), silence():
                 difference = check_graph(directory / FILE, cases, cached)
             break
-        except Unfit as reason:
+        except GraphRejected as reason:
             reasons[cached] = str(reason)
             for file in directory.glob(f"{FILE}*"):
                 file.unlink()
@@ -136,11 +138,11 @@ def write_onnx(
 
 def write_graph(model: Any, file: Path, cached: bool, single_file: int) -> tuple[list[str], list[str]]:
     """Trace the model and write the graph; return the names of its inputs and outputs."""
-    batch, length, before = TRACED
-    past = [torch.rand(batch, heads, before, width) for heads, width in cache_shapes(model)] if cached else []
-    total = before + length if cached else length
+    batch, length, past_length = TRACED_SIZES
+    past = [torch.rand(batch, heads, past_length, width) for heads, width in cache_shapes(model)] if cached else []
+    total = past_length + length if cached else length
     positions = torch.arange(total - length, total).repeat(batch, 1) if takes_positions(model) else None
-    given = {
+    arguments = {
         "input_ids": torch.ones(batch, length, dtype=torch.long),
         "attention_mask": torch.ones(batch, total, dtype=torch.long),
         "position_ids": positions,
@@ -154,13 +156,13 @@ def write_graph(model: Any, file: Path, cached: bool, single_file: int) -> tuple
         "past": [{0: "batch_size", 2: "past_sequence_length"} for _ in past],
     }
     layers = [f"{number}.{part}" for number in range(len(past) // 2) for part in ("key", "value")]
-    inputs = [name for name in ("input_ids", "attention_mask", "position_ids") if given[name] is not None]
+    inputs = [name for name in ("input_ids", "attention_mask", "position_ids") if arguments[name] is not None]
     inputs += [f"past_key_values.{layer}" for layer in layers]
     outputs = ["logits", *(f"present.{layer}" for layer in layers)]
-    with refusing_as_unfit(), torch.no_grad():
+    with rejecting_graph(), torch.no_grad():
         program = torch.onnx.export(
-            Graph(model, cached=cached).eval(),
-            kwargs=given,
+            TracedModel(model, cached=cached).eval(),
+            kwargs=arguments,
             dynamic_shapes=axes,
             input_names=inputs,
             output_names=outputs,
@@ -169,37 +171,43 @@ def write_graph(model: Any, file: Path, cached: bool, single_file: int) -> tuple
             verbose=False,
         )
     assert program is not None
-    refuse_narrowed(program.exported_program, context_of(model))
+    refuse_limited_length(program.exported_program, context_length(model))
     passes: Any = importlib.import_module("onnx_ir.passes.common")
-    passes.ClearMetadataAndDocStringPass()(program.model)  # where in whose Python every node comes from
+    passes.ClearMetadataAndDocStringPass()(program.model)  # it names the Python file that each node comes from
     size = sum(parameter.nbytes for parameter in model.parameters())
     program.save(file, external_data=size > single_file)
     return inputs, outputs
 
 
-def refuse_narrowed(exported: Any, context: int | None) -> None:
-    """A trace takes one side of every comparison with a length, and its graph is silently wrong on the other side."""
+def refuse_limited_length(exported: Any, context: int | None) -> None:
+    """Reject a graph that holds only up to some length.
+
+    A trace follows one branch of every comparison with a length, so its graph is silently wrong where the other
+    branch would be taken.
+    """
     for constraint in exported.range_constraints.values():
-        if constraint.upper < (context or MANY):
-            raise Unfit(f"it computes otherwise beyond {constraint.upper} tokens, and a graph holds one way only")
+        if constraint.upper < (context or UNLIMITED):
+            raise GraphRejected(
+                f"it computes otherwise beyond {constraint.upper} tokens, and a graph holds one way only"
+            )
 
 
 def cache_shapes(model: Any) -> list[tuple[int, int]]:
-    """Heads and width of every key and value that the model keeps."""
+    """The number of heads and the head width of every tensor of keys or values in the model's cache."""
     with torch.no_grad():
         cache = model(input_ids=torch.ones(1, 2, dtype=torch.long), use_cache=True).past_key_values
     layers = getattr(cache, "layers", [])
     parts: list[Any] = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
     if not parts or any(part is None or part.ndim != 4 for part in parts):
-        raise Unfit(f"its {type(cache).__name__} is not one of keys and values alone")
+        raise GraphRejected(f"its {type(cache).__name__} is not one of keys and values alone")
     return [(part.shape[1], part.shape[3]) for part in parts]
 
 
 @torch.no_grad()
-def expect(model: Any) -> list[Case]:
-    """What torch computes: whole sequences without a cache, and a greedy continuation by `generate`."""
+def compute_cases(model: Any) -> list[Case]:
+    """The batches to check with torch's logits: whole sequences without a cache, and one greedy continuation."""
     rows = model.get_input_embeddings().weight.shape[0]
-    context = context_of(model) or max(prompt + after for _, prompt, _, after in CASES)
+    context = context_length(model) or max(prompt + after for _, prompt, _, after in CASES)
     generator = torch.Generator().manual_seed(0)
     cases = []
     for batch, prompt, padding, after in CASES:
@@ -208,28 +216,29 @@ def expect(model: Any) -> list[Case]:
         ids = torch.randint(rows, (batch, prompt + after), generator=generator)
         mask = torch.ones_like(ids)
         mask[0, :padding] = 0
-        counted = {"position_ids": positions_of(mask)} if takes_positions(model) else {}
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **counted).logits
+        positions = {"position_ids": positions_of(mask)} if takes_positions(model) else {}
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **positions).logits
         cases.append(Case(ids, mask, prompt, logits))
-    written = min(GREEDY_TOKENS, context - cases[-1].prompt)
-    return [*cases, continuation(model, cases[-1], written)]
+    count = min(GREEDY_TOKENS, context - cases[-1].prompt)
+    return [*cases, generate_greedily(model, cases[-1], count)]
 
 
 def takes_positions(model: Any) -> bool:
+    """Whether the model's forward has an argument for positions."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def positions_of(mask: Tensor) -> Tensor:
-    """As `generate` counts them: padding on the left takes no position."""
+    """The positions as `generate` counts them: padding on the left is not counted."""
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
-def continuation(model: Any, case: Case, count: int) -> Case:
-    """The greedy continuation of a case's prompt, whatever sampling the model's own generation config asks for."""
+def generate_greedily(model: Any, case: Case, count: int) -> Case:
+    """The greedy continuation of a case's prompt; the model's own generation config, which may sample, is not used."""
     generation_config = model.generation_config
     model.generation_config = GenerationConfig()
     try:
-        written = model.generate(
+        generated = model.generate(
             case.ids[:, : case.prompt],
             attention_mask=case.mask[:, : case.prompt],
             max_new_tokens=count,
@@ -239,52 +248,58 @@ def continuation(model: Any, case: Case, count: int) -> Case:
         )
     finally:
         model.generation_config = generation_config
-    ids = written.sequences
+    ids = generated.sequences
     mask = torch.cat([case.mask[:, : case.prompt], torch.ones_like(ids[:, case.prompt :])], dim=1)
-    return Case(ids, mask, case.prompt, torch.stack(written.logits, dim=1), greedy=True)
+    return Case(ids, mask, case.prompt, torch.stack(generated.logits, dim=1), greedy=True)
 
 
 def check_graph(file: Path, cases: Sequence[Case], cached: bool) -> float:
-    """The largest difference to torch's logits, as a part of the largest logit; too large a one is Unfit."""
+    """The largest difference from torch's logits, relative to the largest logit; GraphRejected beyond TOLERANCE."""
     onnxruntime: Any = importlib.import_module("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     largest = 0.0
-    with refusing_as_unfit():
+    with rejecting_graph():
         session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
         for case in cases:
-            difference = compare(compute(session, case, cached), case)
+            difference = measure_difference(run_session(session, case, cached), case)
             if not difference <= TOLERANCE:
                 shape = "×".join(str(size) for size in case.ids.shape)
-                raise Unfit(f"ONNX Runtime's logits differ by {difference:.1e} of the largest one on {shape} tokens")
+                raise GraphRejected(
+                    f"ONNX Runtime's logits differ by {difference:.1e} of the largest one on {shape} tokens"
+                )
             largest = max(largest, difference)
     return largest
 
 
-def compute(session: Any, case: Case, cached: bool) -> Tensor:
-    """The logits of every position: the prompt at once and the rest token by token, or all at once without a cache."""
-    names = {entry.name: entry for entry in session.get_inputs()}
+def run_session(session: Any, case: Case, cached: bool) -> Tensor:
+    """ONNX Runtime's logits: with a cache the prompt at once and then token by token, else all at once."""
+    inputs = {entry.name: entry for entry in session.get_inputs()}
     batch, length = case.ids.shape
     positions = positions_of(case.mask)
-    kept = {
+    cache = {
         name: torch.zeros(batch, entry.shape[1], 0, entry.shape[3]).numpy()
-        for name, entry in names.items()
+        for name, entry in inputs.items()
         if name.startswith("past_key_values.")
     }
     ends = [case.prompt, *range(case.prompt + 1, length + 1)] if cached else [length]
     logits = []
     for start, end in zip([0, *ends], ends, strict=False):
-        given = {"input_ids": case.ids[:, start:end].numpy(), "attention_mask": case.mask[:, :end].numpy(), **kept}
-        if "position_ids" in names:
-            given["position_ids"] = positions[:, start:end].numpy()
-        first, *present = session.run(None, given)
-        kept = dict(zip(kept, present, strict=True))
+        feeds = {"input_ids": case.ids[:, start:end].numpy(), "attention_mask": case.mask[:, :end].numpy(), **cache}
+        if "position_ids" in inputs:
+            feeds["position_ids"] = positions[:, start:end].numpy()
+        first, *present = session.run(None, feeds)
+        cache = dict(zip(cache, present, strict=True))
         logits.append(torch.from_numpy(first))
     return torch.cat(logits, dim=1)
 
 
-def compare(logits: Tensor, case: Case) -> float:
-    """How far the logits are apart where tokens are real; a greedy choice may differ only between equal logits."""
+def measure_difference(logits: Tensor, case: Case) -> float:
+    """The largest difference of the logits at real tokens, relative to the largest logit.
+
+    For a greedy case, it is at least the amount by which torch's logits prefer torch's choice to the graph's: the two
+    may choose differently only between equal logits.
+    """
     if case.greedy:
         logits = logits[:, case.prompt - 1 : -1]
         real = torch.ones(logits.shape[:2], dtype=torch.bool)
@@ -293,14 +308,14 @@ def compare(logits: Tensor, case: Case) -> float:
     scale = case.logits[real].abs().max()
     difference = ((logits - case.logits)[real].abs().max() / scale).item()
     if case.greedy:
-        chosen = case.logits.gather(-1, logits.argmax(-1, keepdim=True))
-        behind = case.logits.gather(-1, case.ids[:, case.prompt :, None]) - chosen
-        difference = max(difference, (behind.max() / scale).item())
+        chosen_by_graph = case.logits.gather(-1, logits.argmax(-1, keepdim=True))
+        preference = case.logits.gather(-1, case.ids[:, case.prompt :, None]) - chosen_by_graph
+        difference = max(difference, (preference.max() / scale).item())
     return difference
 
 
 def write_companions(model: Any, tokenizer: Any, directory: Path) -> None:
-    """The stock architecture's config, without what makes transformers look for replacements, and the tokenizer."""
+    """Write the config of the stock architecture, without replacements, and generation config and tokenizer."""
     config = stock_config(model)
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)
@@ -309,23 +324,23 @@ def write_companions(model: Any, tokenizer: Any, directory: Path) -> None:
 
 
 @contextmanager
-def refusing_as_unfit() -> Iterator[None]:
-    """Whatever the exporter or the runtime raises becomes one line, except that memory or disk ran out."""
+def rejecting_graph() -> Iterator[None]:
+    """Turn any exception into GraphRejected with one line, unless memory or disk ran out."""
     try:
         yield
-    except Unfit:
+    except GraphRejected:
         raise
     except Exception as error:
         chain = list(causes(error))
         if any(is_out_of_memory(cause) or errno_of(cause) is not None for cause in chain):
             raise
         reason = " ".join(str(chain[-1]).split()) or type(chain[-1]).__name__
-        raise Unfit(shorten(reason)) from error
+        raise GraphRejected(shorten(reason)) from error
 
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Hide what torch's exporter warns, logs and prints."""
+    """Hide the warnings, log lines and prints of torch's exporter."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,7 @@
-"""Stock models with ordinary feed-forward blocks: assembled in memory from a config, tensors and folded blocks."""
+"""Stock models with ordinary feed-forward blocks, assembled in memory from a config, tensors and folded blocks.
+
+"Stock" means an architecture of transformers as it is, without the replacement modules of this package.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from compressor.export.fold import OrdinaryBlock, as_ordinary, fold, neurons_needed
-from compressor.models.blocks import Block, find_blocks, parts_of
+from compressor.export.fold import OrdinaryBlock, fold, neurons_needed, read_ordinary_block
+from compressor.models.blocks import Block, find_blocks, modules_of
 from compressor.models.neurons import Matrix, find_neurons
 from compressor.runtime.errors import InputError
 
@@ -21,12 +24,12 @@ BIAS_KEYS = ("mlp_bias", "use_mlp_bias", "use_bias", "enable_bias", "bias")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a matrix of a block stands: the module's path within the layer, transposed there or not, which outputs."""
+class MatrixLocation:
+    """Where a matrix of a block is stored: the module's path within the layer, and how it is stored there."""
 
     path: str
     transposed: bool
-    start: int
+    start: int  # the first output, where two matrices are stored as one
     biased: bool
 
 
@@ -36,31 +39,31 @@ class Layout:
 
     activation: str
     neurons: int
-    places: Mapping[str, Place]  # of inner, outer and, with a gate, gate
+    locations: Mapping[str, MatrixLocation]  # of inner, outer and, if there is one, gate
 
     @property
     def gated(self) -> bool:
-        return "gate" in self.places
+        return "gate" in self.locations
 
     @property
     def missing_bias(self) -> str | None:
-        """The first bias that the architecture has not and a folded block needs."""
+        """The first matrix without a bias where a folded block needs one, or None."""
         needed = ("outer", "gate", "inner") if self.gated else ("outer",)
-        return next((name for name in needed if not self.places[name].biased), None)
+        return next((name for name in needed if not self.locations[name].biased), None)
 
 
-def blank(config: Any) -> Any:
-    """The stock model of a config without its weights."""
+def build_empty(config: Any) -> Any:
+    """The stock model of a config on the meta device, without weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
 
 
-def layout_of(config: Any) -> Layout | None:
-    """What the first block of the stock model is made of, found by trying it; None when it is not made of neurons."""
-    model = blank(config)
+def find_layout(config: Any) -> Layout | None:
+    """The layout of the stock model's first block, found by trying; None if the block is not made of neurons."""
+    model = build_empty(config)
     block = find_blocks(model)[0]
     generator = torch.Generator().manual_seed(0)
-    for part in parts_of(model, block):
+    for part in modules_of(model, block):
         part.to_empty(device="cpu")
         for parameter in part.parameters():
             parameter.data.normal_(generator=generator)
@@ -70,19 +73,21 @@ def layout_of(config: Any) -> Layout | None:
         return None
     names = {id(module): name for name, module in model.get_submodule(block.layer_path).named_modules()}
 
-    def place(matrix: Matrix) -> Place:
+    def locate(matrix: Matrix) -> MatrixLocation:
         module = matrix.module
         transposed = not isinstance(module, nn.Linear)
-        return Place(names[id(module)], transposed, matrix.start or 0, getattr(module, "bias", None) is not None)
+        return MatrixLocation(
+            names[id(module)], transposed, matrix.start or 0, getattr(module, "bias", None) is not None
+        )
 
-    places = {"inner": place(neurons.inner_matrix), "outer": place(neurons.outer_matrix)}
+    locations = {"inner": locate(neurons.inner_matrix), "outer": locate(neurons.outer_matrix)}
     if neurons.gate_matrix is not None:
-        places["gate"] = place(neurons.gate_matrix)
-    return Layout(neurons.activation, neurons.count, places)
+        locations["gate"] = locate(neurons.gate_matrix)
+    return Layout(neurons.activation, neurons.count, locations)
 
 
-def widths_of(model: Any, layout: Layout) -> list[int]:
-    """The neurons that every block of a compressed model takes as an ordinary one."""
+def count_needed_neurons(model: Any, layout: Layout) -> list[int]:
+    """How many neurons each block of a compressed model needs as an ordinary block."""
     return [
         neurons_needed(model.get_submodule(block.path), layout.gated)
         if has_replacement(model, block)
@@ -92,11 +97,12 @@ def widths_of(model: Any, layout: Layout) -> list[int]:
 
 
 def has_replacement(model: Any, block: Block) -> bool:
+    """Whether the block was replaced."""
     return bool(getattr(model.get_submodule(block.path), "is_compressor_replacement", False))
 
 
 def fold_blocks(model: Any, layout: Layout) -> list[OrdinaryBlock]:
-    """Every block of a compressed model as an ordinary one."""
+    """Every block of a compressed model as an ordinary block."""
     folded = []
     for block in find_blocks(model):
         if has_replacement(model, block):
@@ -108,7 +114,7 @@ def fold_blocks(model: Any, layout: Layout) -> list[OrdinaryBlock]:
         neurons = find_neurons(model, block)
         if neurons is None or neurons.gated != layout.gated:
             raise InputError(f"{block.path} is not made of neurons that could be read")
-        folded.append(as_ordinary(neurons))
+        folded.append(read_ordinary_block(neurons))
     return folded
 
 
@@ -121,30 +127,31 @@ def assemble(
 ) -> Any:
     """The stock model of the config with these tensors and blocks, sharing their memory.
 
-    Blocks of different widths go in as they are: such a model computes, and whoever stores it must say the widths.
-    A bias that the tensors have not is zero; any other tensor must be there.
+    The blocks may have different widths: the model computes correctly, but its config cannot express them, so the
+    caller must store the widths otherwise. A bias that is not among the tensors is zero; any other missing tensor is an
+    error.
     """
-    model = blank(config)
-    given = dict(tensors)
+    model = build_empty(config)
+    parameters = dict(tensors)
     for block, ffn in zip(find_blocks(model), blocks, strict=True):
-        given |= {f"{block.layer_path}.{name}": tensor for name, tensor in stored_block(layout, ffn).items()}
-    for owner, name, path in owners(model, "_parameters"):
-        if path not in given:
+        parameters |= {f"{block.layer_path}.{name}": tensor for name, tensor in name_block_tensors(layout, ffn).items()}
+    for owner, name, path in list_owners(model, "_parameters"):
+        if path not in parameters:
             if not path.endswith("bias"):
                 raise InputError(f"the model has no {path}, which {config.model_type} needs")
-            given[path] = torch.zeros(owner._parameters[name].shape)
-        owner._parameters[name] = nn.Parameter(given[path].detach(), requires_grad=False)
+            parameters[path] = torch.zeros(owner._parameters[name].shape)
+        owner._parameters[name] = nn.Parameter(parameters[path].detach(), requires_grad=False)
         if isinstance(owner, nn.Linear) and name == "weight":
-            owner.out_features, owner.in_features = given[path].shape
-    for owner, name, path in owners(model, "_buffers"):
+            owner.out_features, owner.in_features = parameters[path].shape
+    for owner, name, path in list_owners(model, "_buffers"):
         owner._buffers[name] = buffers[path]
     if config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     return model
 
 
-def owners(model: nn.Module, kind: str) -> list[tuple[Any, str, str]]:
-    """Every parameter or buffer: the module that has it, its name there, and its name in the model."""
+def list_owners(model: nn.Module, kind: str) -> list[tuple[Any, str, str]]:
+    """Every tensor in the modules' attribute `kind` (`_parameters` or `_buffers`): module, name there, full name."""
     return [
         (module, name, f"{path}.{name}" if path else name)
         for path, module in model.named_modules()
@@ -153,63 +160,65 @@ def owners(model: nn.Module, kind: str) -> list[tuple[Any, str, str]]:
     ]
 
 
-def stored_block(layout: Layout, ffn: OrdinaryBlock) -> dict[str, Tensor]:
-    """A block's tensors by their names in the layer."""
+def name_block_tensors(layout: Layout, ffn: OrdinaryBlock) -> dict[str, Tensor]:
+    """A block's tensors by their names in the layer; matrices that share a module are concatenated."""
     stored: dict[str, Tensor] = {}
     roles = [("outer", ffn.outer, ffn.bias), ("inner", ffn.inner, ffn.inner_bias)]
     if ffn.gate is not None:
         roles.append(("gate", ffn.gate, ffn.gate_bias))
-    for role, weight, bias in sorted(roles, key=lambda entry: layout.places[entry[0]].start):
-        place = layout.places[role]
-        name = f"{place.path}.weight"
-        weight = weight.T.contiguous() if place.transposed else weight
-        stored[name] = torch.cat([stored[name], weight], dim=int(place.transposed)) if name in stored else weight
-        if place.biased:
-            name = f"{place.path}.bias"
+    for role, weight, bias in sorted(roles, key=lambda entry: layout.locations[entry[0]].start):
+        location = layout.locations[role]
+        name = f"{location.path}.weight"
+        weight = weight.T.contiguous() if location.transposed else weight
+        stored[name] = torch.cat([stored[name], weight], dim=int(location.transposed)) if name in stored else weight
+        if location.biased:
+            name = f"{location.path}.bias"
             bias = weight.new_zeros(ffn.neurons if role != "outer" else len(ffn.outer)) if bias is None else bias
             stored[name] = torch.cat([stored[name], bias]) if name in stored else bias
         elif bias is not None and bias.any():
-            raise InputError(f"{place.path} has no bias in this architecture")
+            raise InputError(f"{location.path} has no bias in this architecture")
     return stored
 
 
-def stock_layout(model: Any) -> tuple[Any, Layout]:
-    """The config and the layout of the stock architecture that a compressed model came from, with the biases that
-    folded blocks need, or an InputError that says why there is none."""
+def find_stock_layout(model: Any) -> tuple[Any, Layout]:
+    """The config and the layout of the stock architecture that a compressed model came from.
+
+    Biases that folded blocks need are switched on in the config; an architecture that cannot have them is refused.
+    """
     config = stock_config(model)
     family = config.model_type
-    layout = layout_of(config)
+    layout = find_layout(config)
     if layout is None:
         raise InputError(f"the blocks of this {family} are not made of neurons with an activation that is known here")
     if layout.missing_bias:
         for key in BIAS_KEYS:
             if getattr(config, key, None) is False:
-                more = copy.deepcopy(config)
-                setattr(more, key, True)
-                biased = layout_of(more)
-                if biased is not None and not biased.missing_bias:
-                    return more, biased
-        matrix = layout.places[layout.missing_bias].path
+                biased_config = copy.deepcopy(config)
+                setattr(biased_config, key, True)
+                biased_layout = find_layout(biased_config)
+                if biased_layout is not None and not biased_layout.missing_bias:
+                    return biased_config, biased_layout
+        matrix = layout.locations[layout.missing_bias].path
         raise InputError(f"{family} has no bias at {matrix}, without which no ordinary block computes a linear map")
     return config, layout
 
 
-def widened(config: Any, layout: Layout, neurons: int) -> tuple[Any, Layout]:
-    """The same architecture with blocks of this many neurons."""
+def widen_blocks(config: Any, layout: Layout, neurons: int) -> tuple[Any, Layout]:
+    """The config and the layout of the same architecture with blocks of this many neurons."""
     if neurons == layout.neurons:
         return config, layout
     for key in WIDTH_KEYS:
         if hasattr(config, key):
-            other = copy.deepcopy(config)
-            setattr(other, key, neurons)
-            wider = layout_of(other)
-            if wider is not None and wider.neurons == neurons:
-                return other, wider
+            wider_config = copy.deepcopy(config)
+            setattr(wider_config, key, neurons)
+            wider_layout = find_layout(wider_config)
+            if wider_layout is not None and wider_layout.neurons == neurons:
+                return wider_config, wider_layout
     raise InputError(f"{config.model_type} has blocks of a fixed width, {layout.neurons} neurons")
 
 
 def stock_config(model: Any) -> Any:
-    """The config of the model's stock architecture: without what makes it a compressed checkpoint."""
+    """The config of the model's stock architecture: its own, without the entries of a compressed checkpoint."""
     config = copy.deepcopy(model.config)
     for name in ("quantization_config", "auto_map"):
         config.__dict__.pop(name, None)
@@ -217,11 +226,11 @@ def stock_config(model: Any) -> Any:
 
 
 @torch.no_grad()
-def as_stock(model: Any) -> tuple[Any, list[int]]:
-    """A compressed model as its stock architecture with blocks of one width, and the widths that they really need."""
-    config, layout = stock_layout(model)
-    needed = widths_of(model, layout)
-    config, layout = widened(config, layout, max(needed))
+def convert_to_stock(model: Any) -> tuple[Any, list[int]]:
+    """A compressed model in its stock architecture, where all blocks have one width, and the widths that they need."""
+    config, layout = find_stock_layout(model)
+    needed = count_needed_neurons(model, layout)
+    config, layout = widen_blocks(config, layout, max(needed))
     blocks = [ffn.padded(max(needed)) for ffn in fold_blocks(model, layout)]
     stock = assemble(config, layout, model.state_dict(), blocks, dict(model.named_buffers()))
     stock.generation_config = copy.deepcopy(model.generation_config)

@@ -1,4 +1,4 @@
-"""Which files of a compressed checkpoint are sent to the Hub: those that compress writes, without local paths."""
+"""Choose the files of a compressed checkpoint that are sent to the Hub, and remove local paths from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOKENIZER = (
     *("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "*.bpe.model", "*.tiktoken"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
-WRITTEN = (
+FILES_OF_COMPRESS = (
     *REQUIRED,
     *TOKENIZER,
     "generation_config.json",
@@ -46,34 +46,44 @@ WRITTEN = (
 )
 FOLDERS = ("figures", "additional_chat_templates")
 WEIGHTS = ("*.safetensors", INDEX)
-ADDED = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "NOTICE.md", "NOTICE.txt")  # many licences ask for it
+LICENCE_FILES = (
+    "LICENSE",
+    "LICENSE.md",
+    "LICENSE.txt",
+    "NOTICE",
+    "NOTICE.md",
+    "NOTICE.txt",
+)  # many licences demand them
 UNFINISHED = re.compile(r"\..+\.(partial|old)-\w{8}")
 CARD_BYTES = 2**20
 
-Files = dict[str, Path | bytes]  # by their name in the repository: a file of the directory, or the bytes sent for it
+Files = dict[str, Path | bytes]  # by name in the repository: a file of the directory, or bytes to send instead
 
 
 @dataclass(frozen=True)
 class Upload:
-    """What is sent of a checkpoint, and what is not."""
+    """The files of a checkpoint that are sent, and those that are left out."""
 
     files: Files
-    left_out: dict[str, str]  # name → why
+    left_out: dict[str, str]  # name → reason
     notes: list[str]
     metadata: dict[str, Any]  # of the card
     model: str  # the name of the source
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of every file."""
-        return {n: len(c) if isinstance(c, bytes) else c.stat().st_size for n, c in self.files.items()}
+        """The size of every file in bytes."""
+        return {
+            name: len(content) if isinstance(content, bytes) else content.stat().st_size
+            for name, content in self.files.items()
+        }
 
 
 def collect_upload(directory: Path, repo: str) -> Upload:
-    """What is to be sent of a checkpoint; refused if it is not whole, or if the Hub would not take its card."""
+    """The upload of a checkpoint. One that is incomplete, or whose card the Hub would reject, is refused."""
     record = read_record(directory)
     if UNFINISHED.fullmatch(directory.resolve().name):
         raise InputError(f"{directory} is what a run left half done; give the directory that it was to become")
-    shards = require_whole(directory, record)
+    shards = require_complete(directory, record)
     files: Files = {}
     left_out: dict[str, str] = {}
     for name, path in list_files(directory):
@@ -86,7 +96,7 @@ def collect_upload(directory: Path, repo: str) -> Upload:
     if missing:
         raise InputError(f"{missing} of {directory} is a symbolic link; put the file itself there")
     notes = hide_local_paths(files, record, directory)
-    notes.append(put_card(files, record, repo, directory))
+    notes.append(add_card(files, record, repo, directory))
     if isinstance(record, Record) and (record.generation or record.where):
         notes.append(f"{RECORD} and report.html quote the text that it was measured on")
     content = files[CARD]
@@ -96,8 +106,8 @@ def collect_upload(directory: Path, repo: str) -> Upload:
     return Upload(dict(sorted(files.items())), left_out, notes, metadata, last_part(record.source.model))
 
 
-def require_whole(directory: Path, record: Record | SavedRecord) -> set[str]:
-    """Load the model as a user would, to see that its files belong together; return the names of its weights."""
+def require_complete(directory: Path, record: Record | SavedRecord) -> set[str]:
+    """Load the model to check that its files belong together; return the names of its weight files."""
     for name in REQUIRED:
         if not (directory / name).is_file():
             raise InputError(f"{directory} lacks {name}; it is not a whole checkpoint of compress, make it again")
@@ -115,7 +125,7 @@ def require_whole(directory: Path, record: Record | SavedRecord) -> set[str]:
 
 
 def list_files(directory: Path) -> Iterator[tuple[str, Path]]:
-    """Every file by its name from the directory; a folder that nothing is taken from is named instead of its files."""
+    """Every file with its name relative to the directory; folders other than FOLDERS are listed, but not entered."""
     for path in sorted(directory.iterdir()):
         if path.name in FOLDERS and path.is_dir() and not path.is_symlink():
             yield from ((f"{path.name}/{inner.name}", inner) for inner in sorted(path.iterdir()))
@@ -133,16 +143,16 @@ def reason_to_leave_out(name: str, path: Path, shards: set[str]) -> str | None:
         return "not a file"
     if any(fnmatchcase(name, pattern) for pattern in WEIGHTS):
         return None if name in shards else "not among the weights that config.json and the index name"
-    return None if is_written_by_compress(name) or name in ADDED else "not written by compress"
+    return None if is_written_by_compress(name) or name in LICENCE_FILES else "not written by compress"
 
 
 def is_written_by_compress(name: str) -> bool:
     """Whether compress writes files of this name."""
-    return any(fnmatchcase(name, pattern) for pattern in (*WRITTEN, *WEIGHTS))
+    return any(fnmatchcase(name, pattern) for pattern in (*FILES_OF_COMPRESS, *WEIGHTS))
 
 
 def hide_local_paths(files: Files, record: Record | SavedRecord, directory: Path) -> list[str]:
-    """Put copies in the place of the files that name directories of this machine; return a note for each."""
+    """Replace the files that contain local paths by copies without directories; return a note for each."""
     paths = local_paths(record_paths(record))
     changed = []
     values = read_json(directory / RECORD, str(directory))
@@ -165,12 +175,12 @@ def hide_local_paths(files: Files, record: Record | SavedRecord, directory: Path
 
 
 def local_paths(names: Iterable[str]) -> dict[str, str]:
-    """Of these names, those that are paths of this machine, each with its last part."""
+    """Those of the names that are local paths, each with its last part."""
     return {name: last_part(name) for name in names if re.search(r"[/\\]", name) and not name.startswith("hub:")}
 
 
 def record_paths(record: Record | SavedRecord) -> Iterator[str]:
-    """Models, texts and task files that a record names, unless they are repositories."""
+    """The models, texts and task files in a record, except repositories of the Hub."""
     revision = record.source.revision
     models = [record.source.model]
     if isinstance(record, Record):
@@ -183,22 +193,22 @@ def record_paths(record: Record | SavedRecord) -> Iterator[str]:
 
 
 def recipe_paths(settings: Any, revision: str | None) -> Iterator[str]:
-    """Models, texts, task files and prompts that a recipe names, unless they are repositories."""
+    """The models, texts, task files and prompts in a recipe, except repositories of the Hub."""
     if not isinstance(settings, dict):
         return
-    models = [model for key in ("model", "cross") for model in words_of(settings.get(key))]
+    models = [model for key in ("model", "cross") for model in list_strings(settings.get(key))]
     yield from (model for model in models if not is_hub_id(model, revision))
-    yield from (split_name(word)[1] for word in words_of(settings.get("text")))
-    yield from (word for key in ("task_path", "prompts") for word in words_of(settings.get(key)))
+    yield from (split_name(word)[1] for word in list_strings(settings.get("text")))
+    yield from (word for key in ("task_path", "prompts") for word in list_strings(settings.get(key)))
 
 
-def words_of(value: Any) -> list[str]:
-    """The words of a setting, which may be one word or a list; somebody may have written another thing there."""
+def list_strings(value: Any) -> list[str]:
+    """The strings of a setting that is a string or a list; other values, which a user may have written, are skipped."""
     return [word for word in (value if isinstance(value, list) else [value]) if isinstance(word, str)]
 
 
 def shorten_paths(value: Any, paths: Mapping[str, str]) -> Any:
-    """The value with every one of these paths as its last part, also inside of other words when it is absolute."""
+    """The value with each of these paths replaced by its last part; absolute paths also within longer strings."""
     if isinstance(value, dict):
         return {key: shorten_paths(item, paths) for key, item in value.items()}
     if isinstance(value, list):
@@ -216,8 +226,8 @@ def shorten_paths(value: Any, paths: Mapping[str, str]) -> Any:
     return value
 
 
-def put_card(files: Files, record: Record | SavedRecord, repo: str, directory: Path) -> str:
-    """Keep a card that somebody wrote in; else make one that names the repository in its examples. Returns a note."""
+def add_card(files: Files, record: Record | SavedRecord, repo: str, directory: Path) -> str:
+    """Keep a card that somebody has edited; else make one that names the repository in its examples. Returns a note."""
     picture = PICTURE in files
     file = files.get(CARD)
     text = read_card(file) if isinstance(file, Path) else None
@@ -232,6 +242,7 @@ def put_card(files: Files, record: Record | SavedRecord, repo: str, directory: P
 
 
 def read_card(file: Path) -> str:
+    """The text of a card, which must be UTF-8 and not larger than CARD_BYTES."""
     try:
         return read_text(file, CARD_BYTES)
     except (OSError, UnicodeDecodeError, Malformed) as error:

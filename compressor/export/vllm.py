@@ -1,7 +1,8 @@
-"""A compressed Llama-type model for vLLM: architecture DeciLMForCausalLM (`nemotron-nas`), a width for every block.
+"""Write a compressed Llama-like model for vLLM: architecture DeciLMForCausalLM (`nemotron-nas`), a width per block.
 
-Written after the source of vLLM (model_executor/models/nemotron_nas.py); it was never run there. vLLM takes a block's
-width from `ffn_mult`: int(2·ffn_mult·hidden/3), rounded up to a multiple of 256. So every width is such a multiple.
+The format follows the source of vLLM (model_executor/models/nemotron_nas.py); it was never run in vLLM. vLLM computes a
+block's width from `ffn_mult` as int(2·ffn_mult·hidden/3), rounded up to a multiple of 256. So every width here is such
+a multiple.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CONFIGURATION = Path(__file__).with_name("configuration_decilm.py")
 
 
 def write_decilm(llama: Llama, tokenizer: Any, directory: Path, dtype: torch.dtype) -> None:
-    """Config, the code that reads it, weights and tokenizer, into an empty directory."""
+    """Write the config, the code that reads it, weights and tokenizer into an empty directory."""
     write_checkpoint(llama.model, tokenizer, directory, dtype=dtype)
     file = directory / "config.json"
     config = decilm_config(
@@ -32,7 +33,7 @@ def write_decilm(llama: Llama, tokenizer: Any, directory: Path, dtype: torch.dty
 
 
 def decilm_config(config: dict[str, Any], activation: str, widths: list[int]) -> dict[str, Any]:
-    """The config.json of a Llama as that of a DeciLM."""
+    """The config.json of a DeciLM, made from that of a Llama and the widths of its blocks."""
     hidden, group = config["hidden_size"], config["num_attention_heads"] // config["num_key_value_heads"]
     attention = {"n_heads_in_group": group, "no_op": False, "replace_with_linear": False}
     blocks = [

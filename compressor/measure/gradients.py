@@ -18,7 +18,7 @@ from compressor.evaluate.perplexity import logits_batch
 from compressor.measure.moments import ACCUMULATION_DTYPE
 from compressor.measure.profile import Profile
 from compressor.measure.regression import RankLadder
-from compressor.models.blocks import Block, hidden_of
+from compressor.models.blocks import Block, hidden_states_of
 from compressor.models.offload import device_of
 from compressor.models.residual import Stream, TensorSpool, open_stream, resume
 from compressor.models.source import identify
@@ -102,7 +102,7 @@ def from_the_top(model: Any, stream: Stream, parts: list[Tensor]) -> TensorSpool
     for batch, state in zip(parts, stream.states, strict=True):
         top = state.detach().requires_grad_()
         batch = batch.to(device_of(model))
-        with torch.enable_grad(), resume(model, stream.at([top])):
+        with torch.enable_grad(), resume(model, stream.with_states([top])):
             logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
             targets = batch[:, 1:].to(logits.device)
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
@@ -123,7 +123,7 @@ def go_back(
         for state, gradient in zip(entries, gradients, strict=True):
             entry = state.detach().requires_grad_()
             with torch.enable_grad():
-                output = hidden_of(layer(entry, **stream.calls[len(entry)][block.index]))
+                output = hidden_states_of(layer(entry, **stream.calls[len(entry)][block.index]))
             output.backward(gradient)  # type: ignore[no-untyped-call]
             assert entry.grad is not None
             found.append(entry.grad)

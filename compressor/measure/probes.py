@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compressor.measure.moments import ACCUMULATION_DTYPE, Moments
 from compressor.measure.regression import AffineMap, decompose, feature_errors, r_squared, solve
-from compressor.models.blocks import Block, Rows, find_blocks, placing, run_block, watch
+from compressor.models.blocks import Block, Rows, capture_rows, find_blocks, placement_of, run_block
 from compressor.models.residual import open_stream
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
@@ -117,7 +117,7 @@ def sample_rows(
         parts: list[Tensor] = []
         for stream in streams:
             found: list[Rows] = []
-            with watch(model, [block], lambda _, rows, found=found: found.append(rows)):  # type: ignore[misc]
+            with capture_rows(model, [block], lambda _, rows, found=found: found.append(rows)):  # type: ignore[misc]
                 stream.step()
             parts += [
                 torch.cat(distributed.gather([getattr(rows, name).float() for rows in found])) for name in ("x", "y")
@@ -297,7 +297,7 @@ def linearity_on(model: Any, block: Block, x: Tensor, held_x: Tensor) -> float:
     """R²_lin of a block on these rows."""
 
     def outputs(rows: Tensor) -> Tensor:
-        place = placing(model, block)
+        place = placement_of(model, block)
         parts = [run_block(model, block, some.to(**place)) for some in torch.split(rows, ROWS)]
         return torch.cat(parts).to(rows)
 

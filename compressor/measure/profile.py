@@ -26,9 +26,9 @@ from compressor.measure.regression import (
     rank_r2,
     solve,
 )
-from compressor.models.blocks import Block, Rows, find_blocks, watch
+from compressor.models.blocks import Block, Rows, capture_rows, find_blocks
 from compressor.models.offload import device_of
-from compressor.models.residual import PARTS, Stream, calibration_streams, forget_streams
+from compressor.models.residual import CALIBRATION_PARTS, Stream, calibration_streams, delete_saved_streams
 from compressor.models.source import identify
 from compressor.runtime import distributed
 from compressor.runtime.cache import cache_key
@@ -128,8 +128,8 @@ class _Measurer:
                     found[block.index] = unpack_block(block, kept, read)
                     advance(1)
                 for stream in streams:
-                    stream.keep()
-        forget_streams(self.cache, self.key)
+                    stream.save_periodically()
+        delete_saved_streams(self.cache, self.key)
         return [found[block.index] for block in self.blocks]
 
     def read(self, block: Block) -> Mapping[str, Tensor]:
@@ -150,7 +150,7 @@ class _Measurer:
         """Measure these blocks. Each is solved by one process; the rows of each are shared out among all."""
         sums: dict[int, tuple[Moments, Moments]] = {}
         for owner, block in enumerate(group):
-            sums[owner] = self.collect(block, fitting, PARTS[0], owner)
+            sums[owner] = self.collect(block, fitting, CALIBRATION_PARTS[0], owner)
         me = distributed.rank()
         spectrum = decompose(sums[me][0].xx) if me in sums else None
         own = solve(sums[me][0], spectrum) if spectrum is not None else None
@@ -159,7 +159,7 @@ class _Measurer:
         held: dict[int, tuple[Moments, Moments, _HeldOut]] = {}
         for owner, (block, fit) in enumerate(zip(group, maps, strict=True)):
             sums_of = _HeldOut()
-            held[owner] = (*self.collect(block, held_out, PARTS[1], owner, fit, sums_of), sums_of)
+            held[owner] = (*self.collect(block, held_out, CALIBRATION_PARTS[1], owner, fit, sums_of), sums_of)
         mine = None
         if spectrum is not None:
             mine = self.describe(maps[me], spectrum, sums[me][1], *held[me])
@@ -197,7 +197,7 @@ class _Measurer:
                 sums.energies.append(centred.square().sum(-1))
                 sums.sums.append(centred.reshape(-1, self.text.seq_len, centred.shape[-1]).sum(1))
 
-        with watch(self.model, [block], see):
+        with capture_rows(self.model, [block], see):
             stream.step()
         merge(plain, owner)
         merge(weighted, owner)
@@ -283,7 +283,11 @@ def merge(moments: Moments, owner: int | None = None) -> None:
 def calibration_window(which: str, number: int) -> int:
     """The place among all calibration windows of the one with this number among the fitting or the held-out ones."""
     held = HELD_OUT_EVERY - 1
-    return number * HELD_OUT_EVERY + held if which == PARTS[1] else number // held * HELD_OUT_EVERY + number % held
+    return (
+        number * HELD_OUT_EVERY + held
+        if which == CALIBRATION_PARTS[1]
+        else number // held * HELD_OUT_EVERY + number % held
+    )
 
 
 def bootstrap_r2(held_out: _HeldOut, seq_len: int, seed: int) -> tuple[float, float]:

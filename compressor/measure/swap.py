@@ -19,8 +19,8 @@ from compressor.evaluate.perplexity import Losses, PerplexityChange, compare, ev
 from compressor.measure.moments import ACCUMULATION_DTYPE
 from compressor.measure.profile import BlockProfile, Profile
 from compressor.modeling_compressor import Replacement
-from compressor.models.blocks import Block, Rows, watch
-from compressor.models.residual import Stream, open_stream, stream_gain
+from compressor.models.blocks import Block, Rows, capture_rows
+from compressor.models.residual import Stream, measure_stream_gain, open_stream
 from compressor.models.source import identify, source_of
 from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import as_stored, patched
@@ -93,7 +93,7 @@ class SingleBlockTrials:
         assert self.sample is not None
         for each in (stream, self.sample):
             each.advance(index)
-        gain = stream_gain(self.model, self.blocks[index], self.sample)
+        gain = measure_stream_gain(self.model, self.blocks[index], self.sample)
         if gain is None:  # something stands between the block and the stream
             return self.replaced(index, module)
         return self.losses(self.pass_layer(stream, index, module, gain))
@@ -112,10 +112,10 @@ class SingleBlockTrials:
         def see(_: Block, rows: Rows) -> None:
             changes.append(gain * (module(rows.x) - rows.y))
 
-        with torch.no_grad(), watch(self.model, [self.blocks[index]], see):
-            states = stream.run()
+        with torch.no_grad(), capture_rows(self.model, [self.blocks[index]], see):
+            states = stream.run_layer()
         changed = (state + change.reshape(state.shape) for state, change in zip(states, changes, strict=True))
-        swapped = stream.behind(changed)
+        swapped = stream.after_layer(changed)
         stream.states, stream.position = states, stream.position + 1
         return swapped
 

@@ -1,4 +1,4 @@
-"""Load a model safely, find its branches, and stream its layers."""
+"""Load a model safely, find its feed-forward blocks, and run its layers one at a time."""
 
 from compressor.runtime.lazy import offer
 

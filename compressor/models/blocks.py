@@ -1,7 +1,10 @@
 """Where the feed-forward blocks of a causal language model are, and what flows through them.
 
-A row of ARCHITECTURES says where the decoder layers of a family are and what its FFN is called. A family without a row
-is looked for by the same names; what is not found is refused by name.
+A block is the feed-forward network (FFN) of one decoder layer. A row is the vector of one token: a block maps rows of
+`width` numbers to rows of the same width, which its layer adds to the residual stream.
+
+ARCHITECTURES says for each family where its decoder layers are and what its FFN is called. For a family that is not in
+the table, the usual names are tried; if none fits, the model is refused with an error that names the family.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.models.offload import device_of, fetch
+from compressor.models.offload import device_of, fetch_weights
 from compressor.runtime.errors import InputError
 
 FFN_NAMES = ("mlp", "ffn", "feed_forward")
@@ -26,7 +29,7 @@ SPLIT_FFN = ("fc1", "activation_fn", "fc2")
 class Architecture:
     """Where a family keeps its decoder layers (`layers`) and, in each, its FFN (`ffn`).
 
-    An `ffn` of "fc1" means that there is no FFN module: fc1, activation_fn and fc2 stand in the layer itself.
+    An `ffn` of "fc1" means that there is no FFN module: fc1, activation_fn and fc2 are members of the layer itself.
     """
 
     layers: str
@@ -61,7 +64,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 @dataclass(frozen=True)
 class Block:
-    """One FFN: the place `path` where a replacement goes, and the decoder layer `layer_path` around it."""
+    """One FFN: the `path` of the module that is replaced, and the `layer_path` of the decoder layer around it."""
 
     index: int
     path: str
@@ -74,9 +77,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Rows:
-    """What one forward pass sent through one block: FFN input x, FFN output y, residual stream h after the layer.
+    """The rows of one forward pass at one block: FFN input x, FFN output y, residual stream h after the layer.
 
-    `a` is what entered the module that was named as the block's inside; without one it is y.
+    `a` is the input of the module that `capture_rows` was asked to capture inside the block; without one it is y.
     """
 
     x: Tensor
@@ -87,25 +90,26 @@ class Rows:
 
 def find_blocks(model: nn.Module) -> list[Block]:
     """Every FFN of the model in order of depth, or an InputError that names the family."""
-    whole: Any = model.config
-    config = whole.get_text_config()
+    full_config: Any = model.config
+    config = full_config.get_text_config()
     family = config.model_type
-    if whole.is_encoder_decoder:
+    if full_config.is_encoder_decoder:
         raise unsupported(family, "it has an encoder, and only decoder-only language models can be compressed")
     refuse_mixture(model, family)
-    row = ARCHITECTURES.get(family)
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    if row is None or row.layers not in lists:  # the language model may be a part of a larger one
-        row = guess_architecture(lists, config.num_hidden_layers, family)
-    if not lists[row.layers]:
+    architecture = ARCHITECTURES.get(family)
+    module_lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    if architecture is None or architecture.layers not in module_lists:  # it may be a part of a larger model
+        architecture = guess_architecture(module_lists, config.num_hidden_layers, family)
+    if not module_lists[architecture.layers]:
         raise unsupported(family, "it has no layers")
     return [
-        describe_block(model, index, f"{row.layers}.{index}", row.ffn, config.hidden_size, family)
-        for index in range(len(lists[row.layers]))
+        describe_block(model, index, f"{architecture.layers}.{index}", architecture.ffn, config.hidden_size, family)
+        for index in range(len(module_lists[architecture.layers]))
     ]
 
 
 def describe_block(model: nn.Module, index: int, layer_path: str, ffn: str, width: int, family: str) -> Block:
+    """The block of one decoder layer, or an InputError when the layer has no FFN of that name."""
     layer = model.get_submodule(layer_path)
     parts = SPLIT_FFN if ffn == "fc1" else (ffn,)
     modules = [getattr(layer, name, None) for name in parts]
@@ -117,16 +121,16 @@ def describe_block(model: nn.Module, index: int, layer_path: str, ffn: str, widt
         index=index,
         path=f"{layer_path}.{parts[0]}",
         layer_path=layer_path,
-        residual_inside=getattr(modules[0], "residual_inside", takes_residual),  # a replacement knows it
+        residual_inside=getattr(modules[0], "residual_inside", takes_residual),  # a replacement has it as an attribute
         bypass=tuple(f"{layer_path}.{name}" for name in parts[1:]),
         width=width,
         parameters=parameters,
     )
 
 
-def guess_architecture(lists: dict[str, nn.ModuleList], depth: int, family: str) -> Architecture:
-    """The shallowest list of as many modules as the config has layers, whose members hold an FFN by a usual name."""
-    for name, module in sorted(lists.items(), key=lambda item: item[0].count(".")):
+def guess_architecture(module_lists: dict[str, nn.ModuleList], depth: int, family: str) -> Architecture:
+    """The shallowest list with as many modules as the config has layers, each with an FFN under a usual name."""
+    for name, module in sorted(module_lists.items(), key=lambda item: item[0].count(".")):
         if len(module) != depth:
             continue
         for ffn in (*FFN_NAMES, "fc1"):
@@ -136,47 +140,49 @@ def guess_architecture(lists: dict[str, nn.ModuleList], depth: int, family: str)
 
 
 def refuse_mixture(model: nn.Module, family: str) -> None:
+    """Refuse a mixture of experts, whose layers have several FFNs."""
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("experts", "router", "block_sparse_moe"):
             raise unsupported(family, f"it is a mixture of experts ({name} is a {type(module).__name__})")
 
 
 def unsupported(family: str, reason: str) -> InputError:
+    """The error for a model whose blocks cannot be found or replaced."""
     known = ", ".join(sorted(ARCHITECTURES))
     return InputError(f"model type {family!r} is not supported: {reason}; supported are {known}")
 
 
-def body(model: Any) -> nn.Module:
-    """The model without its head."""
+def backbone(model: Any) -> nn.Module:
+    """The model without its language-modelling head."""
     return getattr(model, model.base_model_prefix, model)  # type: ignore[no-any-return]
 
 
-def parts_of(model: nn.Module, block: Block) -> list[nn.Module]:
+def modules_of(model: nn.Module, block: Block) -> list[nn.Module]:
     """The block's modules in the order in which they run, with their weights in memory."""
     parts = [model.get_submodule(path) for path in (block.path, *block.bypass)]
     for part in parts:
-        fetch(part)
+        fetch_weights(part)
     return parts
 
 
-def placing(model: nn.Module, block: Block) -> dict[str, Any]:
-    """The device and the dtype that the block computes in."""
+def placement_of(model: nn.Module, block: Block) -> dict[str, Any]:
+    """The device and the dtype that the block computes in, as arguments of `Tensor.to`."""
     reference = next(model.get_submodule(block.path).parameters())
     on_disk = reference.device.type == "meta"
     return {"device": device_of(model) if on_disk else reference.device, "dtype": reference.dtype}
 
 
 def run_block(model: nn.Module, block: Block, x: Tensor) -> Tensor:
-    """The block on rows [count, width], as its layer calls it: one sequence, no residual."""
-    first, *rest = parts_of(model, block)
+    """The block's output for rows [count, width], called as its layer calls it: one sequence, a residual of zero."""
+    first, *rest = modules_of(model, block)
     output = first(x[None], torch.zeros_like(x[None])) if block.residual_inside else first(x[None])
     for module in rest:
         output = module(output)
     return output[0]  # type: ignore[no-any-return]
 
 
-def hidden_of(output: Any) -> Tensor:
-    """The hidden states in what a layer returned: families return a tensor or a tuple that begins with it."""
+def hidden_states_of(output: Any) -> Tensor:
+    """The hidden states in a layer's output, which is a tensor or, in some families, a tuple that begins with it."""
     hidden = output[0] if isinstance(output, (tuple, list)) else output
     if not isinstance(hidden, Tensor):
         raise InputError(f"a decoder layer returned {type(hidden).__name__} instead of hidden states")
@@ -184,50 +190,51 @@ def hidden_of(output: Any) -> Tensor:
 
 
 @contextmanager
-def watch(
+def capture_rows(
     model: nn.Module,
     blocks: list[Block],
-    see: Callable[[Block, Rows], None],
-    insides: Mapping[int, str] | None = None,
+    receive: Callable[[Block, Rows], None],
+    inner_paths: Mapping[int, str] | None = None,
 ) -> Iterator[None]:
-    """While the context is open, every forward pass calls `see(block, rows)` as each block's layer returns.
+    """While the context is open, every forward pass calls `receive(block, rows)` as each block's layer returns.
 
-    Rows come flattened to [tokens, width]. The FFN output is copied when the layer may add to it in place (Falcon).
-    `insides` names a module inside some blocks whose input is wanted too.
+    Rows are flattened to [tokens, width]. The FFN output is copied, because some layers add to it in place (Falcon).
+    `inner_paths` gives, by block index, the path of a module inside the block whose input is captured too.
     """
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
-    inside: dict[int, Tensor] = {}
+    inputs: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
+    inner_inputs: dict[int, Tensor] = {}
     handles = []
     for block in blocks:
         ffn = model.get_submodule(block.path)
         last = model.get_submodule(block.bypass[-1]) if block.bypass else ffn
 
-        def before(_: nn.Module, args: Any, kwargs: Any, block: Block = block) -> None:
+        def before_ffn(_: nn.Module, args: Any, kwargs: Any, block: Block = block) -> None:
             x = args[0] if args else kwargs["hidden_states"]
-            seen[block.index] = (x.reshape(-1, x.shape[-1]), x)
+            inputs[block.index] = x.reshape(-1, x.shape[-1])
 
-        def after(_: nn.Module, args: Any, kwargs: Any, output: Any, block: Block = block) -> None:
+        def after_ffn(_: nn.Module, args: Any, kwargs: Any, output: Any, block: Block = block) -> None:
             if not isinstance(output, Tensor):
                 kind = type(output).__name__
                 raise InputError(f"{block.path} returns a {kind}, not a tensor: its family is not supported")
             residual = (args[1] if len(args) > 1 else kwargs.get("residual")) if block.residual_inside else None
             y = output - residual if residual is not None else output.clone()
-            seen[block.index] = (seen[block.index][0], y.reshape(-1, y.shape[-1]))
+            outputs[block.index] = y.reshape(-1, y.shape[-1])
 
-        def layer_done(_: nn.Module, args: Any, output: Any, block: Block = block) -> None:
-            h = hidden_of(output)
-            x, y = seen.pop(block.index)
-            see(block, Rows(x=x, y=y, h=h.reshape(-1, h.shape[-1]), a=inside.pop(block.index, y)))
+        def after_layer(_: nn.Module, args: Any, output: Any, block: Block = block) -> None:
+            h = hidden_states_of(output)
+            x, y = inputs.pop(block.index), outputs.pop(block.index)
+            receive(block, Rows(x=x, y=y, h=h.reshape(-1, h.shape[-1]), a=inner_inputs.pop(block.index, y)))
 
-        def enter(_: nn.Module, args: Any, block: Block = block) -> None:
-            inside[block.index] = args[0].reshape(-1, args[0].shape[-1])
+        def before_inner(_: nn.Module, args: Any, block: Block = block) -> None:
+            inner_inputs[block.index] = args[0].reshape(-1, args[0].shape[-1])
 
-        if insides and block.index in insides:
-            handles.append(model.get_submodule(insides[block.index]).register_forward_pre_hook(enter))
+        if inner_paths and block.index in inner_paths:
+            handles.append(model.get_submodule(inner_paths[block.index]).register_forward_pre_hook(before_inner))
 
-        handles.append(ffn.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(last.register_forward_hook(after, with_kwargs=True))
-        handles.append(model.get_submodule(block.layer_path).register_forward_hook(layer_done))
+        handles.append(ffn.register_forward_pre_hook(before_ffn, with_kwargs=True))
+        handles.append(last.register_forward_hook(after_ffn, with_kwargs=True))
+        handles.append(model.get_submodule(block.layer_path).register_forward_hook(after_layer))
     try:
         yield
     finally:

@@ -1,7 +1,8 @@
-"""What a config.json promises, held against the stored tensors before anything is allocated for it.
+"""Compare a config.json with the stored tensors before memory is allocated for the model.
 
-transformers believes a config: it makes a list of a billion layers, or a table for as many positions, and fills what
-the weights do not hold with random numbers. Here the model is built without memory (on the meta device) and compared.
+transformers trusts a config: it builds a list of a billion layers, or a table for as many positions, and fills weights
+that are not in the files with random numbers. So the model is first built on the meta device, which takes no memory,
+and its shapes are compared with those of the stored tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from compressor.modeling_compressor import build
 from compressor.models.offload import device_of
-from compressor.models.safetensors_files import Stored
+from compressor.models.safetensors_files import StoredTensor
 from compressor.runtime.errors import InputError
 
 CONFIG_BYTES = 4 * 2**20
@@ -23,15 +24,15 @@ REPEATED = re.compile(
     r"(layers?|experts?|blocks|stages|depths?|labels|heads?|attention_types)$"
 )  # lists are made of it
 MODULES = re.compile(r"(layers?|experts?|blocks|stages|depths?|attention_types)$")
-PLACES = re.compile(r"position|seq_len|n_ctx|max_length")
+POSITIONS = re.compile(r"position|seq_len|n_ctx|max_length")
 MOST_REPEATED = 100_000
-MOST_PLACES = 2**27
-FEW = 128  # modules that cost nothing, however few tensors there are
-SLACK = 2**28  # elements that no file has to hold: tables of positions and masks
+MOST_POSITIONS = 2**27
+ALLOWED_MODULES = 128  # a config may ask for this many layers however few tensors are stored
+UNSTORED_ELEMENTS = 2**28  # tables of positions and masks may have this many elements without being stored
 
 
 def numbers_in(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """Every whole number with the key that it stands under, however deep in lists."""
+    """Every integer in nested dictionaries and lists, with the dictionary key that is nearest to it."""
     if isinstance(value, dict):
         for name, child in value.items():
             yield from numbers_in(child, str(name))
@@ -42,54 +43,59 @@ def numbers_in(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
         yield key, value
 
 
-def refuse_absurd(raw: Mapping[str, Any], model: str) -> None:
-    """Numbers that would hurt as soon as a config object is made of them."""
+def refuse_huge_numbers(raw: Mapping[str, Any], model: str) -> None:
+    """Refuse numbers so large that making a config object of them would exhaust the memory."""
     for key, number in numbers_in(raw):
-        most = MOST_REPEATED if REPEATED.search(key) else MOST_PLACES if PLACES.search(key) else None
+        most = MOST_REPEATED if REPEATED.search(key) else MOST_POSITIONS if POSITIONS.search(key) else None
         if most is not None and number > most:
             shown = str(number) if number < 10**15 else f"a number of {len(str(number))} digits"
             raise InputError(f"config.json of {model} sets {key} to {shown}; no model has more than {most:,}")
 
 
-def compare(
-    config: Any, raw: Mapping[str, Any], stored: Mapping[str, Stored], model: str, *, trust_remote_code: bool = False
+def check_config_fits(
+    config: Any,
+    raw: Mapping[str, Any],
+    stored: Mapping[str, StoredTensor],
+    model: str,
+    *,
+    trust_remote_code: bool = False,
 ) -> int:
-    """Refuse a config that the stored tensors do not fit; the numbers that its model holds in memory, buffers included.
+    """Refuse a config that the stored tensors do not fit; return how many elements its parameters and buffers have.
 
-    Only tensors of the same name are compared (with or without the base model's prefix): transformers renames some.
+    Tensors are matched by name, with or without the base model's prefix. Others are skipped: transformers renames some.
     """
     for key, number in numbers_in(raw):
-        if MODULES.search(key) and number > max(FEW, len(stored)):
+        if MODULES.search(key) and number > max(ALLOWED_MODULES, len(stored)):
             raise InputError(
                 f"config.json of {model} sets {key} to {number}, but its weights are only {len(stored)} tensors; "
                 "give the config that belongs to them"
             )
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        replaced = {path: build(spec) for path, spec in replacements_of(raw).items()}
-    expected = {name: tensor.shape for name, tensor in empty.state_dict().items()}
+        meta_model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        replaced = {path: build(spec) for path, spec in read_replacement_specs(raw).items()}
+    expected = {name: tensor.shape for name, tensor in meta_model.state_dict().items()}
     for path, module in replaced.items():
-        gone = tuple(f"{place}." for place in (path, *module.bypass))
-        expected = {name: shape for name, shape in expected.items() if not name.startswith(gone)}
+        removed = tuple(f"{removed_path}." for removed_path in (path, *module.bypass))
+        expected = {name: shape for name, shape in expected.items() if not name.startswith(removed)}
         expected |= {f"{path}.{name}": parameter.shape for name, parameter in module.named_parameters()}
-    prefix = f"{empty.base_model_prefix}."
+    prefix = f"{meta_model.base_model_prefix}."
     for name, shape in sorted(expected.items()):
-        found = next((stored[n] for n in (name, name.removeprefix(prefix), prefix + name) if n in stored), None)
-        if found is not None and found.shape != shape:
-            shapes = f"{name} is {list(found.shape)}, config.json says {list(shape)}"
+        tensor = next((stored[n] for n in (name, name.removeprefix(prefix), prefix + name) if n in stored), None)
+        if tensor is not None and tensor.shape != shape:
+            shapes = f"{name} is {list(tensor.shape)}, config.json says {list(shape)}"
             raise InputError(f"weights of {model} do not fit its config: {shapes}")
-    size: int = sum(tensor.numel() for tensor in (*empty.parameters(), *empty.buffers()))
-    held = sum(tensor.shape.numel() for tensor in stored.values())
-    if size > 2 * held + SLACK:
+    size: int = sum(tensor.numel() for tensor in (*meta_model.parameters(), *meta_model.buffers()))
+    stored_size = sum(tensor.shape.numel() for tensor in stored.values())
+    if size > 2 * stored_size + UNSTORED_ELEMENTS:
         raise InputError(
-            f"config.json of {model} describes a model of {size:.3g} numbers, but its weights hold {held:.3g}; "
+            f"config.json of {model} describes a model of {size:.3g} numbers, but its weights hold {stored_size:.3g}; "
             "give the config that belongs to them"
         )
     return size
 
 
-def replacements_of(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The table of a checkpoint that this tool wrote."""
+def read_replacement_specs(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The replacement specs in the config of a compressed checkpoint, by module path; none in any other config."""
     table = (raw.get("quantization_config") or {}).get("replacements") or {}
     if not isinstance(table, dict) or not all(isinstance(spec, dict) for spec in table.values()):
         raise ValueError("quantization_config.replacements is not a table of replacements")
@@ -97,8 +103,8 @@ def replacements_of(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @torch.no_grad()
-def try_out(loaded: Any) -> None:
-    """One short pass, as every measurement makes it: settings that cannot be computed with show here."""
+def run_short_pass(loaded: Any) -> None:
+    """Run two tokens through the model: settings that cannot be computed with fail here, not in a measurement."""
     ids = torch.zeros(1, 2, dtype=torch.long, device=device_of(loaded))
     output = loaded(input_ids=ids, use_cache=True)
     if output.logits.shape[:2] != ids.shape:

@@ -1,4 +1,4 @@
-"""Get a model safely: no code and no pickle from its directory, and one clear line for whatever is wrong with it."""
+"""Load a model safely: no code and no pickle of its directory is run, and every fault becomes a one-line error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from transformers.utils import logging
 
 from compressor.modeling_compressor import METHOD
 from compressor.models.blocks import find_blocks
-from compressor.models.config_check import CONFIG_BYTES, compare, refuse_absurd, try_out
+from compressor.models.config_check import CONFIG_BYTES, check_config_fits, refuse_huge_numbers, run_short_pass
 from compressor.models.hub import MODEL_ALTERNATIVES, Snapshot, open_snapshot
 from compressor.models.offload import offload_to_disk
 from compressor.models.safetensors_files import SINGLE, Shard, find_shards, hash_weights, list_tensors, main_dtype
@@ -46,7 +46,7 @@ from compressor.runtime.resources import format_bytes, require_memory, require_p
 from compressor.runtime.safe_files import read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ROOM = 1.3  # times its weights: what a model takes on a GPU to compute
+GPU_MEMORY_FACTOR = 1.3  # a model that computes on a GPU takes this many times the memory of its weights
 SAMPLE = "The quick brown fox jumps over 13 lazy dogs."
 
 
@@ -63,46 +63,46 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer from a directory, a hub id, or `demo`, in evaluation mode.
 
-    `auto` takes a CUDA device where there is one, float32 on a CPU and the checkpoint's dtype elsewhere.
-    `allow_compressed` admits checkpoints this tool wrote; they load without running the code they carry.
+    `auto` means a CUDA device if there is one; as a dtype, float32 on a CPU and the checkpoint's dtype elsewhere.
+    `allow_compressed` accepts checkpoints that this tool wrote; the code in their directory is not run.
     `low_memory` leaves the weights on disk and reads each layer when it runs; residual streams go to `scratch`.
     """
     model = os.fspath(model)
     target = resolve_device(device)
     if dtype != "auto" and dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}; use auto, {', '.join(DTYPES)}")
-    name, directory, snapshot = locate(model, revision, trust_remote_code)
+    name, directory, snapshot = locate_model(model, revision, trust_remote_code)
     raw = read_json(directory / "config.json", model, CONFIG_BYTES)
-    refuse_absurd(raw, model)
+    refuse_huge_numbers(raw, model)
     if is_compressed(raw, model):
         if not allow_compressed:
-            raise already_compressed(directory, model)
-        trust_remote_code = False  # importing METHOD taught transformers to load it
+            raise already_compressed_error(directory, model)
+        trust_remote_code = False  # importing METHOD registered the loader, so its own code is not needed
     with quiet():
         config = load_config(raw, directory, model, trust_remote_code)
         tokenizer = load_tokenizer(directory, model, config, trust_remote_code)
     tensors = list_tensors(find_shards(directory, model, snapshot), model)
-    with quiet(), refusing(f"config.json of {model} is not valid"):
-        numbers = compare(config, raw, tensors, model, trust_remote_code=trust_remote_code)
+    with quiet(), raising_input_error(f"config.json of {model} is not valid"):
+        elements = check_config_fits(config, raw, tensors, model, trust_remote_code=trust_remote_code)
     stored = main_dtype(tensors, model)
     computed = DTYPES.get(dtype) or (torch.float32 if target.type == "cpu" else stored)
     if target.type == "cpu":
         require_precision(computed)
-    placing: dict[str, Any] = {"device_map": {"": "disk"}}
+    device_map: dict[str, Any] = {"device_map": {"": "disk"}}
     if not low_memory:
-        what = f"{model} as {str(computed).removeprefix('torch.')}"
-        placing = spread(what, numbers * computed.itemsize, target, device)
+        description = f"{model} as {str(computed).removeprefix('torch.')}"
+        device_map = choose_device_map(description, elements * computed.itemsize, target, device)
     sha256 = hash_weights(tensors, model, computed)
     with quiet():
-        loaded = load_weights(directory, model, config, computed, trust_remote_code, **placing)
+        loaded = load_weights(directory, model, config, computed, trust_remote_code, **device_map)
     if low_memory:
-        leave_on_disk(loaded, target, scratch)
-    elif not placing:
-        with refusing(f"{model} cannot be put on {target}", "use --device cpu"):
+        keep_weights_on_disk(loaded, target, scratch)
+    elif not device_map:
+        with raising_input_error(f"{model} cannot be put on {target}", "use --device cpu"):
             loaded.to(target)
     loaded.eval()
-    with quiet(), refusing(f"{model} cannot be computed with", "check its config.json"):
-        try_out(loaded)
+    with quiet(), raising_input_error(f"{model} cannot be computed with", "check its config.json"):
+        run_short_pass(loaded)
     source = Source(name, snapshot.commit if snapshot else None, config.model_type, sha256, stored)
     loaded.config.name_or_path = loaded.name_or_path = tokenizer.name_or_path = name
     setattr(loaded, SOURCE_ATTRIBUTE, source)
@@ -110,7 +110,7 @@ def load_model(
 
 
 def resolve_device(device: str) -> torch.device:
-    """The torch device; `auto` never takes MPS, which has no float64."""
+    """The torch device; `auto` never chooses MPS, which has no float64."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -127,7 +127,7 @@ def resolve_device(device: str) -> torch.device:
     return target
 
 
-def locate(model: str, revision: str | None, with_code: bool) -> tuple[str, Path, Snapshot | None]:
+def locate_model(model: str, revision: str | None, with_code: bool) -> tuple[str, Path, Snapshot | None]:
     """The name to record, the directory to read, and for a hub id its snapshot (still without weights)."""
     path = DEMO if model == "demo" else Path(os.path.expanduser(model))
     if model and os.path.isdir(path):
@@ -150,7 +150,7 @@ def locate(model: str, revision: str | None, with_code: bool) -> tuple[str, Path
 
 
 def is_compressed(raw: dict[str, Any], model: str) -> bool:
-    """Whether this is a checkpoint that this tool wrote; one of another quantiser is refused."""
+    """Whether this is a checkpoint that this tool wrote; a checkpoint of another quantiser is refused."""
     quantization = raw.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if quantization and method != METHOD:
@@ -158,15 +158,16 @@ def is_compressed(raw: dict[str, Any], model: str) -> bool:
     return bool(quantization)
 
 
-def already_compressed(directory: Path, model: str) -> InputError:
+def already_compressed_error(directory: Path, model: str) -> InputError:
+    """The error for a compressed model where an original is needed; names its source if the record does."""
     record = directory / "compression.json"
     source = read_json(record, model).get("source") if record.is_file() else None
     original = source.get("model") if isinstance(source, dict) else None
     return InputError(f"{model} is already compressed; compress its source {original or 'model'} instead")
 
 
-def refuse_detours(raw: dict[str, Any], directory: Path, model: str) -> None:
-    """Refuse what would make from_pretrained fetch code (a kernel) or read other weights than were checked."""
+def refuse_redirections(raw: dict[str, Any], directory: Path, model: str) -> None:
+    """Refuse settings that make from_pretrained fetch code (a kernel) or read other weights than were checked."""
     if (directory / "adapter_config.json").is_file():  # with peft installed, its base model would be read instead
         raise InputError(f"{model} has adapter_config.json; merge the adapter into its base model, or remove the file")
     for key in ("attn_implementation", "_attn_implementation"):
@@ -178,7 +179,7 @@ def refuse_detours(raw: dict[str, Any], directory: Path, model: str) -> None:
 
 
 def load_config(raw: dict[str, Any], directory: Path, model: str, trust_remote_code: bool) -> PretrainedConfig:
-    """The config of a decoder that transformers knows, or whose own code the user trusts."""
+    """The config of a causal language model that transformers knows, or whose own code the user trusts."""
     model_type, has_code = raw.get("model_type"), bool(raw.get("auto_map"))
     if not isinstance(model_type, str):
         raise InputError(f"config.json of {model} has no model_type; add the one of its architecture, such as llama")
@@ -188,37 +189,38 @@ def load_config(raw: dict[str, Any], directory: Path, model: str, trust_remote_c
             raise InputError(f"{model} ({model_type}) runs code of its own; if you trust it, add --trust-remote-code")
         version = transformers.__version__
         raise InputError(f"transformers {version} does not know model type {model_type!r} of {model}; upgrade it")
-    refuse_detours(raw, directory, model)
-    with refusing(f"config.json of {model} is not valid"):
+    refuse_redirections(raw, directory, model)
+    with raising_input_error(f"config.json of {model} is not valid"):
         config = AutoConfig.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
         )
     if getattr(config, "is_encoder_decoder", False):
-        raise not_causal(model, model_type, "an encoder-decoder")
+        raise not_causal_error(model, model_type, "an encoder-decoder")
     if trusted and "AutoModelForCausalLM" in raw["auto_map"]:
         return config
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise not_causal(model, model_type, "not a language model decoder")
+        raise not_causal_error(model, model_type, "not a language model decoder")
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
-        raise not_causal(model, model_type, "an encoder")
+        raise not_causal_error(model, model_type, "an encoder")
     return config
 
 
-def not_causal(model: str, model_type: str, what: str) -> InputError:
-    return InputError(f"{model} ({model_type}) is {what}; give a causal language model such as gpt2 or a Llama")
+def not_causal_error(model: str, model_type: str, kind: str) -> InputError:
+    """The error for an encoder or another model that does not predict the next token."""
+    return InputError(f"{model} ({model_type}) is {kind}; give a causal language model such as gpt2 or a Llama")
 
 
 def load_tokenizer(
     directory: Path, model: str, config: PretrainedConfig, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer, tried on a sentence: transformers builds an empty one when the files are missing."""
+    """The tokenizer, checked on a sentence, because transformers makes an empty one when the files are missing."""
     remedy = "save the tokenizer in the same directory (or, if it has code that you trust, add --trust-remote-code)"
-    with refusing(f"the tokenizer of {model} cannot be loaded", remedy):
+    with raising_input_error(f"the tokenizer of {model} cannot be loaded", remedy):
         tokenizer = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
         )
         tokens = tokenizer(SAMPLE)["input_ids"]
-        # Added tokens, such as a padding that nobody trained, come up only where a text spells them out.
+        # Added tokens, such as an untrained padding token, may lie beyond the embeddings: ordinary text never has them.
         highest = max(set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder), default=0)
     if not tokens or len(tokenizer) <= len(tokenizer.all_special_ids):
         raise InputError(f"the tokenizer of {model} has no vocabulary; save the tokenizer in the same directory")
@@ -240,11 +242,11 @@ def load_weights(
     config: PretrainedConfig,
     dtype: torch.dtype,
     trust_remote_code: bool,
-    **placing: Any,
+    **device_map: Any,
 ) -> PreTrainedModel:
-    """The model with every weight from the files: what transformers would fill with random numbers is refused."""
-    with refusing(f"{model} cannot be loaded"):
-        loaded, found = AutoModelForCausalLM.from_pretrained(
+    """The model with every weight from the files: transformers would fill a missing one with random numbers."""
+    with raising_input_error(f"{model} cannot be loaded"):
+        loaded, info = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
             dtype=dtype,
@@ -253,64 +255,71 @@ def load_weights(
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # reported below, by name
             output_loading_info=True,
-            **placing,
+            **device_map,
         )
-    for name, stored, expected in sorted(found["mismatched_keys"]):
+    for name, stored, expected in sorted(info["mismatched_keys"]):
         raise InputError(
             f"weights of {model} do not fit its config: {name} is {list(stored)}, config.json says {list(expected)}"
         )
-    missing = sorted(found["missing_keys"])
+    missing = sorted(info["missing_keys"])
     if missing:
-        some = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
-        raise InputError(f"{model} lacks {len(missing)} tensors of its architecture ({some}); save the whole model")
+        examples = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        raise InputError(f"{model} lacks {len(missing)} tensors of its architecture ({examples}); save the whole model")
     return loaded
 
 
-def spread(what: str, needed: int, target: torch.device, device: str) -> dict[str, Any]:
-    """How from_pretrained places a model that is larger than one GPU: over all that there are. Refuse what is too large
-    for them, or for the memory."""
+def choose_device_map(description: str, needed: int, target: torch.device, device: str) -> dict[str, Any]:
+    """The `device_map` argument of from_pretrained: a model that is larger than one GPU is spread over all GPUs.
+
+    Empty where the model fits on the target. A model that fits nowhere is refused.
+    """
     if target.type != "cuda":
-        require_memory(what, needed)
+        require_memory(description, needed)
         return {}
     free = [torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())]
-    if ROOM * needed <= free[target.index or 0]:
+    if GPU_MEMORY_FACTOR * needed <= free[target.index or 0]:
         return {}
-    if distributed.launched_processes() == 1 and device in ("auto", "cuda") and ROOM * needed <= sum(free):
+    if distributed.launched_processes() == 1 and device in ("auto", "cuda") and GPU_MEMORY_FACTOR * needed <= sum(free):
         return {"device_map": "balanced"}
     raise InputError(
-        f"{what} takes {format_bytes(needed)}, and the GPU has {format_bytes(free[target.index or 0])} free "
+        f"{description} takes {format_bytes(needed)}, and the GPU has {format_bytes(free[target.index or 0])} free "
         f"({len(free)} found, {format_bytes(sum(free))} together); "
         "add --low-memory, which reads each layer from disk when it runs"
     )
 
 
-def leave_on_disk(loaded: PreTrainedModel, device: torch.device, scratch: Path | None = None) -> None:
-    """Let a model read each layer when it runs."""
+def keep_weights_on_disk(loaded: PreTrainedModel, device: torch.device, scratch: Path | None = None) -> None:
+    """Make a model that was loaded with its weights on disk read each layer when it runs."""
     layers = [block.layer_path for block in find_blocks(loaded)]
-    offload_to_disk(loaded, take_index(loaded), layers, device, scratch)
+    offload_to_disk(loaded, take_weight_index(loaded), layers, device, scratch)
 
 
-def take_index(loaded: PreTrainedModel) -> dict[str, tuple[Shard, str]]:
-    """Where the parameters of a model that was loaded onto the disk lie; it no longer reads them by itself."""
+def take_weight_index(loaded: PreTrainedModel) -> dict[str, tuple[Shard, str]]:
+    """The file and the stored name of every parameter of a model that accelerate left on disk.
+
+    The hooks by which accelerate would read them are removed.
+    """
     shards: dict[str, Shard] = {}
     index: dict[str, tuple[Shard, str]] = {}
     for module in loaded.modules():
         hook = getattr(module, "_hf_hook", None)
         for part in getattr(hook, "hooks", [hook]):
-            found = getattr(part, "weights_map", None)
-            for name, entry in found.dataset.index.items() if found is not None and not index else ():
+            weights_map = getattr(part, "weights_map", None)
+            if weights_map is None or index:
+                continue
+            for name, entry in weights_map.dataset.index.items():
                 file = entry["safetensors_file"]
                 shards.setdefault(file, Shard(Path(file)))
                 index[name] = (shards[file], entry["weight_name"])
     remove_hook_from_module(loaded, recurse=True)
     for module in loaded.modules():
-        module.__dict__.pop("forward", None)  # accelerate leaves a wrapper of the class's own
+        module.__dict__.pop("forward", None)  # accelerate leaves a wrapper around the class's method
     return index
 
 
 @contextmanager
-def refusing(what: str, remedy: str = MODEL_ALTERNATIVES) -> Iterator[None]:
-    """Whatever transformers raises on bad files becomes one line; running out of memory does not."""
+def raising_input_error(what: str, remedy: str = MODEL_ALTERNATIVES) -> Iterator[None]:
+    """Turn any exception, except InputError and MemoryError, into an InputError of one line."""
     try:
         yield
     except (InputError, MemoryError):
@@ -321,21 +330,21 @@ def refusing(what: str, remedy: str = MODEL_ALTERNATIVES) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence warnings, load reports and progress bars of transformers, and put everything back after."""
+    """Silence warnings, load reports and progress bars of transformers, and restore the settings afterwards."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    placing = getLogger("accelerate.big_modeling")
-    placing_level = placing.level
+    accelerate_log = getLogger("accelerate.big_modeling")
+    accelerate_level = accelerate_log.level
     hub_bars_off = are_progress_bars_disabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.set_verbosity(logging.CRITICAL)
-        placing.setLevel(logging.CRITICAL)
+        accelerate_log.setLevel(logging.CRITICAL)
         logging.disable_progress_bar()
         try:
             yield
         finally:
             logging.set_verbosity(verbosity)
-            placing.setLevel(placing_level)
+            accelerate_log.setLevel(accelerate_level)
             if bars:
                 logging.enable_progress_bar()
             if hub_bars_off:

@@ -1,8 +1,8 @@
-"""Weights that stay on disk: a decoder layer, the embedding or the head is read when it runs, and dropped when another
-one does.
+"""Weights that stay on disk: each unit of a model is read when it runs, and dropped when the next one is read.
 
-A model loaded this way takes the memory of its largest part, however many layers it has. Whoever runs a module finds
-its weights there. Working layer by layer (`stream.Stream`) reads each of them once.
+A unit is a part whose weights are in memory together: a decoder layer, or a single module outside the layers, such as
+the embedding or the head. So a model takes the memory of its largest unit, however many layers it has. Reading happens
+in forward hooks, so callers run modules as usual. Working layer by layer (`residual.Stream`) reads each layer once.
 """
 
 from __future__ import annotations
@@ -18,147 +18,149 @@ from torch import Tensor, nn
 from compressor.models.safetensors_files import Shard
 from compressor.runtime.locks import scratch_directory
 
-WEIGHTS = "compressor_weights"  # the attribute of a model that has its Weights
-UNITS = "compressor_units"  # of a module, the units that its own parameters belong to
-SMALL = 4 * 2**20  # bytes: norms and biases outside the layers stay in memory once they were read
-MMAP_THRESHOLD, THRESHOLD_BYTES = -3, 2**20  # M_MMAP_THRESHOLD of glibc
+WEIGHTS = "compressor_weights"  # the attribute of a model that holds its DiskWeights
+UNITS = "compressor_units"  # the attribute of a module that holds the units its own parameters belong to
+SMALL_UNIT_BYTES = 4 * 2**20  # smaller units outside the layers, such as norms, stay in memory once they were read
+M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES = -3, 2**20  # an option of glibc's mallopt, and its value
 
 
 @dataclass(eq=False)
-class Slot:
-    """One stored tensor, and every place in the model that holds it (tied weights have several)."""
+class DiskTensor:
+    """One stored tensor, and every module that has it as a parameter (tied weights have several)."""
 
-    empty: nn.Parameter  # on the meta device
+    placeholder: nn.Parameter  # on the meta device: stands in the model while the tensor is not in memory
     shard: Shard
     name: str
     unit: Unit
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
 
-    def put(self, parameter: nn.Parameter) -> None:
-        for module, name in self.places:
+    def set_parameter(self, parameter: nn.Parameter) -> None:
+        for module, name in self.owners:
             module._parameters[name] = parameter
 
 
 @dataclass(eq=False)
 class Unit:
-    """A part of the model that is in memory together."""
+    """A part of the model whose weights are in memory together."""
 
-    weights: Weights
+    weights: DiskWeights
     is_layer: bool
-    slots: list[Slot] = field(default_factory=list)
-    loaded: list[Slot] = field(default_factory=list)
+    tensors: list[DiskTensor] = field(default_factory=list)
+    loaded: list[DiskTensor] = field(default_factory=list)
 
     @property
-    def stays(self) -> bool:
-        return not self.is_layer and sum(slot.empty.numel() * slot.empty.element_size() for slot in self.slots) <= SMALL
+    def stays_in_memory(self) -> bool:
+        parameters = [stored.placeholder for stored in self.tensors]
+        return not self.is_layer and sum(p.numel() * p.element_size() for p in parameters) <= SMALL_UNIT_BYTES
 
     def load(self, modules: list[nn.Module]) -> None:
-        """Read what these modules hold of it and is not there yet; a block that is replaced is not read for nothing."""
+        """Read the tensors of these modules that are not in memory yet, and no others: a replaced block is not read."""
         wanted = {id(module) for module in modules}
-        missing = [s for s in self.slots if s not in self.loaded and any(id(part) in wanted for part, _ in s.places)]
-        if missing and not self.stays:
-            self.weights.make_room(self)
-        for slot in missing:
-            tensor = slot.shard.read(slot.name).to(device=self.weights.device, dtype=slot.empty.dtype)
-            slot.put(nn.Parameter(tensor, requires_grad=slot.empty.requires_grad))
-            self.loaded.append(slot)
+        missing = [s for s in self.tensors if s not in self.loaded and any(id(part) in wanted for part, _ in s.owners)]
+        if missing and not self.stays_in_memory:
+            self.weights.drop_other_unit(self)
+        for stored in missing:
+            tensor = stored.shard.read(stored.name).to(device=self.weights.device, dtype=stored.placeholder.dtype)
+            stored.set_parameter(nn.Parameter(tensor, requires_grad=stored.placeholder.requires_grad))
+            self.loaded.append(stored)
 
     def drop(self) -> None:
-        for slot in self.loaded:
-            slot.put(slot.empty)
+        """Free the memory of the tensors; the files still have them."""
+        for stored in self.loaded:
+            stored.set_parameter(stored.placeholder)
         self.loaded = []
 
 
-class Weights:
+class DiskWeights:
     """All parameters of a model, on disk; one large unit of them is in memory at a time."""
 
     def __init__(self, device: torch.device, scratch: Path | None) -> None:
         self.device = device
         self.scratch = scratch_directory(self, scratch)  # for residual streams
-        self.slots: dict[str, Slot] = {}  # by every name of the tensor in the model
-        self.present: Unit | None = None
+        self.tensors: dict[str, DiskTensor] = {}  # a tied tensor under each of its names
+        self.loaded_unit: Unit | None = None
 
-    def make_room(self, unit: Unit) -> None:
-        if self.present is not None and self.present is not unit:
-            self.present.drop()
-        self.present = unit
+    def drop_other_unit(self, unit: Unit) -> None:
+        """Drop the unit that is in memory, unless it is this one, which is loaded next."""
+        if self.loaded_unit is not None and self.loaded_unit is not unit:
+            self.loaded_unit.drop()
+        self.loaded_unit = unit
 
 
 def offload_to_disk(
     model: Any, index: dict[str, tuple[Shard, str]], layers: list[str], device: torch.device, scratch: Path | None
 ) -> None:
-    """Let a model whose parameters are all on the meta device read them as they are needed.
+    """Make a model whose parameters are all on the meta device read them from disk when they are needed.
 
-    `index` says where each parameter lies; `layers` are the paths of the modules that are read as a whole.
+    `index` gives the file and the stored name of each parameter; `layers` are the paths of the decoder layers.
     """
     return_freed_memory()
-    weights = Weights(device, scratch)
-    slots: dict[int, Slot] = {}
+    weights = DiskWeights(device, scratch)
+    tensors: dict[int, DiskTensor] = {}
     units: dict[str, Unit] = {}
     for path, module in model.named_modules():
         root = next((layer for layer in layers if f"{path}.".startswith(f"{layer}.")), path)
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            full = f"{path}.{name}" if path else name
-            slot = slots.get(id(parameter))
-            if slot is None:
+            full_name = f"{path}.{name}" if path else name
+            stored = tensors.get(id(parameter))
+            if stored is None:
                 unit = units.setdefault(root, Unit(weights, root in layers))
-                slot = slots[id(parameter)] = Slot(parameter, *index[full], unit)
-                unit.slots.append(slot)
-            slot.places.append((module, name))
-            weights.slots[full] = slot
-            module.__dict__.setdefault(UNITS, {})[slot.unit] = None
+                stored = tensors[id(parameter)] = DiskTensor(parameter, *index[full_name], unit)
+                unit.tensors.append(stored)
+            stored.owners.append((module, name))
+            weights.tensors[full_name] = stored
+            module.__dict__.setdefault(UNITS, {})[stored.unit] = None
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
     for path, module in model.named_modules():
         if path in layers:
             module.register_forward_pre_hook(_enter_layer)
         elif UNITS in module.__dict__ and not any(path.startswith(f"{layer}.") for layer in layers):
-            module.register_forward_pre_hook(lambda module, _: fetch(module, inside=False))
+            module.register_forward_pre_hook(lambda module, _: fetch_weights(module, inside=False))
     model.__dict__[WEIGHTS] = weights
 
 
 def _enter_layer(layer: nn.Module, _: Any) -> None:
-    if "forward" not in layer.__dict__:  # one that only hands its input on needs no weights: `stream.handing_on`
-        fetch(layer)
+    if "forward" not in layer.__dict__:  # `residual.passing_through` sets a forward that needs no weights
+        fetch_weights(layer)
 
 
-def weights_of(model: Any) -> Weights | None:
+def disk_weights_of(model: Any) -> DiskWeights | None:
     """The weights of a model that keeps them on disk, or None for one that is in memory."""
-    found = model.__dict__.get(WEIGHTS)
-    return found if isinstance(found, Weights) else None
+    weights = model.__dict__.get(WEIGHTS)
+    return weights if isinstance(weights, DiskWeights) else None
 
 
 def device_of(model: Any) -> torch.device:
-    """Where the model computes."""
-    weights = weights_of(model)
+    """The device that the model computes on."""
+    weights = disk_weights_of(model)
     device: torch.device = model.device if weights is None else weights.device
     return device
 
 
-def fetch(module: nn.Module, *, inside: bool = True) -> None:
-    """Have the module's weights in memory, with those of the modules inside it; running it does this by itself."""
+def fetch_weights(module: nn.Module, *, inside: bool = True) -> None:
+    """Read the weights of the module and, with `inside`, of its submodules; a forward pass does so by itself."""
     parts = list(module.modules()) if inside else [module]
     for unit in {unit: None for part in parts for unit in part.__dict__.get(UNITS, ())}:
         unit.load(parts)
 
 
 def read_tensor(model: Any, name: str) -> Tensor:
-    """A parameter or buffer of the model by its name; one that is on disk is read and stays in nobody's memory."""
-    place, _, last = name.rpartition(".")
-    module = model.get_submodule(place)
-    tensor: Tensor = getattr(module, last)
-    weights = weights_of(model)
+    """A parameter or buffer of the model by its name; one that is on disk is read, but not put into the model."""
+    path, _, attribute = name.rpartition(".")
+    tensor: Tensor = getattr(model.get_submodule(path), attribute)
+    weights = disk_weights_of(model)
     if weights is None or tensor.device.type != "meta":
         return tensor.detach()
-    slot = weights.slots[name]
-    return slot.shard.read(slot.name).to(slot.empty.dtype)
+    stored = weights.tensors[name]
+    return stored.shard.read(stored.name).to(stored.placeholder.dtype)
 
 
 def return_freed_memory() -> None:
-    """Have glibc give large blocks back at once: otherwise the layers that are gone stay in its heap."""
+    """Make glibc return large freed blocks to the system at once; otherwise dropped layers stay in its heap."""
     try:
-        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, THRESHOLD_BYTES)
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
     except (OSError, AttributeError):
-        return  # another C library, which has its own ways
+        return  # another C library than glibc

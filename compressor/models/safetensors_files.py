@@ -1,4 +1,4 @@
-"""The safetensors files of a model directory: which they are, what they hold, and their hash."""
+"""The safetensors files of a model directory: finding them, listing and reading their tensors, hashing, writing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from compressor.models.hub import Snapshot, add_files
+from compressor.models.hub import Snapshot, download_files
 from compressor.runtime.cache import bytes_of, digest
 from compressor.runtime.errors import InputError, reason_of
 from compressor.runtime.safe_files import read_json, unique_keys
@@ -31,7 +31,7 @@ SAFETENSORS_DTYPES = {  # in the order in which safetensors lays tensors out
 
 
 def find_shards(directory: Path, model: str, snapshot: Snapshot | None) -> list[Path]:
-    """The safetensors files from_pretrained will read, downloaded if need be."""
+    """The safetensors files that from_pretrained will read; for a hub snapshot they are downloaded first."""
     names = [SINGLE]
     if (directory / INDEX).is_file() and not (directory / SINGLE).is_file():
         table = read_json(directory / INDEX, model).get("weight_map")
@@ -43,11 +43,15 @@ def find_shards(directory: Path, model: str, snapshot: Snapshot | None) -> list[
         raise InputError(
             f"{INDEX} of {model} names {outside[0]!r}, which is outside the directory; save the model again"
         )
-    other = next((name for name in names if not name.endswith(".safetensors") or set(name) & set("*?[]")), None)
-    if other is not None:  # transformers would unpickle it
-        raise InputError(f"{INDEX} of {model} names {other!r}, which is no safetensors file; save the model again")
+    not_safetensors = next(
+        (name for name in names if not name.endswith(".safetensors") or set(name) & set("*?[]")), None
+    )
+    if not_safetensors is not None:  # transformers would unpickle it
+        raise InputError(
+            f"{INDEX} of {model} names {not_safetensors!r}, which is no safetensors file; save the model again"
+        )
     if snapshot:
-        add_files(snapshot, names)
+        download_files(snapshot, names)
     missing = [name for name in names if not (directory / name).is_file()]
     if missing and missing != [SINGLE]:
         raise InputError(f"{model} lacks {missing[0]}, which its {INDEX} names; copy or download it again")
@@ -62,40 +66,40 @@ def find_shards(directory: Path, model: str, snapshot: Snapshot | None) -> list[
 
 
 @dataclass(frozen=True)
-class Stored:
-    """What the header of a file says of one tensor."""
+class StoredTensor:
+    """The entry of one tensor in the header of a file."""
 
     file: Path
     shape: torch.Size
     dtype: torch.dtype | None  # None: not a floating-point number
 
 
-def list_tensors(shards: list[Path], model: str) -> dict[str, Stored]:
-    """Every stored tensor by name; a name that stands twice is refused, and so is an index that is wrong."""
-    found: dict[str, Stored] = {}
+def list_tensors(shards: list[Path], model: str) -> dict[str, StoredTensor]:
+    """Every stored tensor by name; a name that occurs twice is refused, and so is an index that does not match."""
+    tensors: dict[str, StoredTensor] = {}
     for shard in shards:
         with open_shard(shard, model) as file:
-            refuse_repeated(shard, model)
+            refuse_repeated_names(shard, model)
             for name in file.keys():  # noqa: SIM118  it is not a mapping
-                if name in found:
+                if name in tensors:
                     raise InputError(
-                        f"{model} has {name} in {found[name].file.name} and in {shard.name}; save it again"
+                        f"{model} has {name} in {tensors[name].file.name} and in {shard.name}; save it again"
                     )
                 part = file.get_slice(name)
                 if part.get_dtype() not in SAFETENSORS_DTYPES:
                     raise InputError(f"{model} has {name} as {part.get_dtype()}; give an unquantised model")
                 dtype = STORAGE_DTYPES.get(part.get_dtype())
-                found[name] = Stored(shard, torch.Size(part.get_shape()), dtype)
+                tensors[name] = StoredTensor(shard, torch.Size(part.get_shape()), dtype)
     index = shards[0].with_name(INDEX)
     table = {} if shards[0].name == SINGLE or not index.is_file() else read_json(index, model)["weight_map"]
     for name, shard_name in table.items():
-        if name not in found or found[name].file.name != shard_name:
+        if name not in tensors or tensors[name].file.name != shard_name:
             raise InputError(f"{INDEX} of {model} puts {name} into {shard_name}, which does not hold it; save it again")
-    return found
+    return tensors
 
 
-def refuse_repeated(shard: Path, model: str) -> None:
-    """Of two tensors of one name in a header safetensors takes the last, in silence."""
+def refuse_repeated_names(shard: Path, model: str) -> None:
+    """Refuse a header with two tensors of one name, of which safetensors silently takes the last."""
     with shard.open("rb") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
     try:
@@ -106,7 +110,7 @@ def refuse_repeated(shard: Path, model: str) -> None:
         ) from error
 
 
-def main_dtype(stored: Mapping[str, Stored], model: str) -> torch.dtype:
+def main_dtype(stored: Mapping[str, StoredTensor], model: str) -> torch.dtype:
     """The dtype that holds most of the floating-point bytes."""
     sizes: Counter[torch.dtype] = Counter()
     for tensor in stored.values():
@@ -117,11 +121,11 @@ def main_dtype(stored: Mapping[str, Stored], model: str) -> torch.dtype:
     return sizes.most_common(1)[0][0]
 
 
-def hash_weights(stored: Mapping[str, Stored], model: str, computed: torch.dtype) -> str:
-    """The hash of all tensors, one in memory at a time; NaN and infinite values, as computed with, are refused."""
+def hash_weights(stored: Mapping[str, StoredTensor], model: str, computed: torch.dtype) -> str:
+    """The hash of all tensors, one in memory at a time; NaN and infinite values in the dtype `computed` are refused."""
 
-    def sound() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in read_tensors({name: place.file for name, place in stored.items()}):
+    def finite_tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in read_tensors({name: tensor.file for name, tensor in stored.items()}):
             if tensor.dtype in STORAGE_DTYPES.values() and not tensor.to(computed).isfinite().all():
                 kind = str(computed).removeprefix("torch.")
                 raise InputError(
@@ -130,11 +134,11 @@ def hash_weights(stored: Mapping[str, Stored], model: str, computed: torch.dtype
                 )
             yield name, tensor
 
-    return digest(sound())
+    return digest(finite_tensors())
 
 
 def open_shard(shard: Path, model: str) -> Any:
-    """The open file; its header and its length are checked here, so a truncated file does not get further."""
+    """The open file. safetensors checks header and length on opening, so a truncated file is refused here."""
     try:
         return safe_open(shard, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -147,7 +151,7 @@ def open_shard(shard: Path, model: str) -> Any:
 class Shard:
     """A safetensors file, read tensor by tensor.
 
-    Not mapped into memory: pages of a mapped file count as this process's own for as long as it is open.
+    Not mapped into memory: the pages of a mapped file count as memory of this process for as long as it is open.
     """
 
     def __init__(self, path: Path) -> None:
@@ -177,28 +181,29 @@ class Shard:
 def write_shard(path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
     """Write a safetensors file with one tensor in memory at a time, byte for byte as safetensors itself would.
 
-    `tensors` say names, shapes and dtypes (they may be on the meta device); `read` gives their contents.
+    `tensors` give names, shapes and dtypes (they may be on the meta device); `read` returns the contents of one.
     """
-    kinds = {dtype: (place, word) for place, (word, dtype) in enumerate(SAFETENSORS_DTYPES.items())}
-    names = sorted(tensors, key=lambda name: (kinds[tensors[name].dtype][0], name))
+    ranked = {dtype: (rank, label) for rank, (label, dtype) in enumerate(SAFETENSORS_DTYPES.items())}
+    names = sorted(tensors, key=lambda name: (ranked[tensors[name].dtype][0], name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in names:
         end = offset + tensors[name].numel() * tensors[name].element_size()
-        word = kinds[tensors[name].dtype][1]
-        header[name] = {"dtype": word, "shape": list(tensors[name].shape), "data_offsets": [offset, end]}
+        label = ranked[tensors[name].dtype][1]
+        header[name] = {"dtype": label, "shape": list(tensors[name].shape), "data_offsets": [offset, end]}
         offset = end
-    words = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    words += b" " * (-len(words) % 8)
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
-        file.write(len(words).to_bytes(8, "little") + words)
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name in names:
             tensor = read(name)
             assert (tensor.dtype, tensor.shape) == (tensors[name].dtype, tensors[name].shape), name
             file.write(bytes_of(tensor))
 
 
-def read_tensors(place: dict[str, Path]) -> Iterator[tuple[str, Tensor]]:
-    shards = {path: Shard(path) for path in set(place.values())}
-    for name in sorted(place):
-        yield name, shards[place[name]].read(name)
+def read_tensors(files: dict[str, Path]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of these names, in their order, each from its file."""
+    shards = {path: Shard(path) for path in set(files.values())}
+    for name in sorted(files):
+        yield name, shards[files[name]].read(name)

@@ -1,4 +1,4 @@
-"""What a loaded model is: where it came from, and all that its outputs depend on."""
+"""The identity of a loaded model: where it came from, and everything that its outputs depend on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Source:
 
 
 def source_of(model: PreTrainedModel) -> Source:
-    """What `load` recorded; for a model that came another way, what its config and its present weights say."""
+    """The source that `load` recorded; for a model loaded otherwise, one made from its config and present weights."""
     recorded = getattr(model, SOURCE_ATTRIBUTE, None)
     if isinstance(recorded, Source):
         return recorded
@@ -51,14 +51,14 @@ def source_of(model: PreTrainedModel) -> Source:
     return Source(name, getattr(model.config, "_commit_hash", None), model.config.model_type, sha256, model.dtype)
 
 
-def context_of(model: PreTrainedModel) -> int | None:
-    """The tokens that the model can take, where its config says so."""
+def context_length(model: PreTrainedModel) -> int | None:
+    """The longest sequence in tokens that the model takes, or None where its config does not say."""
     config = model.config.get_text_config()
     return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
 
 
 def identify(model: Any) -> dict[str, Any]:
-    """All that a stored model's outputs depend on: weights, configuration, precision, device, libraries."""
+    """Everything that the outputs of a model depend on, for cache keys: weights, config, dtype, device, libraries."""
     config = model.config.to_dict()
     for name in ("_name_or_path", "name_or_path", "transformers_version"):
         config.pop(name, None)
@@ -73,19 +73,19 @@ def identify(model: Any) -> dict[str, Any]:
 
 
 def describe_origin(source: Source) -> dict[str, Any]:
-    """For the record: what the card of a compressed copy may say, and never more than the source's own card says."""
+    """Licence, languages, data sets and base model for the card of a compressed copy, from the source's own card."""
     file = find_card(source)
     values = read_front_matter(file) if file else {}
     repo = source.model if is_hub_id(source.model, source.revision) else None
     link = values.get("license_link")
-    if repo and isinstance(link, str) and PLAIN_FILE.fullmatch(link):  # a file beside that card, not beside ours
+    if repo and isinstance(link, str) and PLAIN_FILE.fullmatch(link):  # a file of the source's repository
         values["license_link"] = f"https://huggingface.co/{repo}/blob/{source.revision or 'main'}/{link}"
-    base = {} if repo else find_base(source, values)
+    base = {} if repo else find_base_model(source, values)
     return {**base, **carry_over(values)}
 
 
 def find_card(source: Source) -> Path | None:
-    """README.md of the source, wherever it was loaded from; nothing is downloaded for it here."""
+    """README.md of the source, in its directory or in the Hub cache; nothing is downloaded."""
     if is_hub_id(source.model, source.revision):
         cached = try_to_load_from_cache(source.model, constants.REPOCARD_NAME, revision=source.revision)
         return Path(cached) if isinstance(cached, str) else None
@@ -93,14 +93,14 @@ def find_card(source: Source) -> Path | None:
     return directory / constants.REPOCARD_NAME if directory.is_absolute() else None
 
 
-def find_base(source: Source, values: Mapping[str, Any]) -> dict[str, str]:
-    """What a local model was made from, where its card or its config plainly names one repository: OWNER/NAME."""
-    own = values.get("base_model")
-    named = [own[0] if isinstance(own, list) and len(own) == 1 else own]  # of several it is none in particular
+def find_base_model(source: Source, values: Mapping[str, Any]) -> dict[str, str]:
+    """The base model of a local model, if its card or its config names exactly one repository, OWNER/NAME."""
+    base = values.get("base_model")
+    names = [base[0] if isinstance(base, list) and len(base) == 1 else base]  # a list of several is not used
     if Path(source.model).is_absolute():
         with suppress(InputError):
-            named.append(read_json(Path(source.model) / "config.json", source.model, CONFIG_BYTES).get("_name_or_path"))
-    for name in named:
+            names.append(read_json(Path(source.model) / "config.json", source.model, CONFIG_BYTES).get("_name_or_path"))
+    for name in names:
         if isinstance(name, str) and "/" in name and is_repo_id(name) and not Path(name).exists():
             return {"base_model": name}
     return {}

@@ -1,4 +1,4 @@
-"""Rewrite the module tree, write it as safetensors, and read it again."""
+"""Put replacements into a model, write it as a safetensors checkpoint, and verify what was written."""
 
 from compressor.runtime.lazy import offer
 

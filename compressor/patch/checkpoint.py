@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from compressor.modeling_compressor import replacements
-from compressor.models.offload import read_tensor, weights_of
+from compressor.models.offload import disk_weights_of, read_tensor
 from compressor.models.safetensors_files import INDEX, write_shard
 from compressor.runtime.errors import InputError
 
@@ -31,29 +31,31 @@ def write_checkpoint(
 ) -> None:
     """Write config, weights, tokenizer and generation files (and, with replacements, the modeling file).
 
-    Floating-point tensors are stored as `dtype` (None: as they are). The model in memory stays as it is.
+    Floating-point tensors are stored as `dtype` (None: as they are). The model in memory is not changed.
     """
     directory = Path(directory)
     refuse_unsavable(model, directory)
-    streamed = weights_of(model) is not None
-    weights = {} if streamed else cast(model.state_dict(), dtype)
+    on_disk = disk_weights_of(model) is not None
+    weights = {} if on_disk else cast(model.state_dict(), dtype)
     config, generation_config = model.config, model.generation_config
-    model.config = copy.deepcopy(config)  # saving writes into it
-    model.generation_config = GenerationConfig()  # the real one is written below: a source's need not be valid
+    model.config = copy.deepcopy(config)  # save_pretrained writes into it
+    model.generation_config = (
+        GenerationConfig()
+    )  # the real one is written below, because save_pretrained refuses one that is not valid
     try:
         model.save_pretrained(directory, state_dict=weights, max_shard_size=max_shard_size)
     finally:
         model.config, model.generation_config = config, generation_config
-    if streamed:
-        write_streamed(model, directory, dtype or model.dtype, max_shard_size)
+    if on_disk:
+        write_weights_from_disk(model, directory, dtype or model.dtype, max_shard_size)
     if dtype is not None:
         set_dtype(directory / "config.json", dtype)
     generation_config.to_json_file(directory / "generation_config.json")
     tokenizer.save_pretrained(directory)
 
 
-def write_streamed(model: Any, directory: Path, dtype: torch.dtype, max_shard_size: int | str) -> None:
-    """The weights of a model that keeps them on disk, copied tensor by tensor: what save_pretrained would write."""
+def write_weights_from_disk(model: Any, directory: Path, dtype: torch.dtype, max_shard_size: int | str) -> None:
+    """Write the weight files as save_pretrained would, for a model whose weights are on disk: tensor by tensor."""
     guards = [module.guard for module in replacements(model).values()][:1]
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict(keep_vars=True).items()}
     shapes |= {guard: (torch.Size([0]), dtype) for guard in guards}
@@ -64,19 +66,21 @@ def write_streamed(model: Any, directory: Path, dtype: torch.dtype, max_shard_si
         if tied.get(name) not in shapes
     }
     stored = revert_weight_conversion(model, dict(empty))
-    own_names = {id(tensor): name for name, tensor in empty.items()}
-    converted = [name for name, tensor in stored.items() if id(tensor) not in own_names]
+    model_names = {id(tensor): name for name, tensor in empty.items()}
+    converted = [name for name, tensor in stored.items() if id(tensor) not in model_names]
     if converted:
         raise InputError(f"{converted[0]} is not stored as it is computed with; leave --low-memory out")
 
     def read(name: str) -> Tensor:
-        own = own_names[id(stored[name])]
-        return torch.zeros(0, dtype=dtype) if own in guards else read_tensor(model, own).to(stored[name].dtype)
+        model_name = model_names[id(stored[name])]
+        if model_name in guards:
+            return torch.zeros(0, dtype=dtype)
+        return read_tensor(model, model_name).to(stored[name].dtype)
 
     split = split_torch_state_dict_into_shards(
         stored, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
-    for file in directory.glob("*.safetensors"):  # what save_pretrained wrote of no weights at all
+    for file in directory.glob("*.safetensors"):  # save_pretrained was given no weights and wrote an empty file
         file.unlink()
     for file_name, names in split.filename_to_tensors.items():
         write_shard(directory / file_name, {name: stored[name] for name in names}, read)
@@ -92,6 +96,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def refuse_unsavable(model: Any, directory: Path) -> None:
+    """Refuse a directory that is not empty, a quantized model, and a model with code of its own."""
     if any(directory.iterdir()):
         raise InputError(f"{directory} is not empty; name a new directory")
     if getattr(model, "hf_quantizer", None) is not None:
@@ -101,7 +106,7 @@ def refuse_unsavable(model: Any, directory: Path) -> None:
 
 
 def refuse_foreign_code(model: Any) -> None:
-    """A checkpoint of a model that brings its own code could not be loaded again by the stock classes."""
+    """Refuse a model with code of its own: the stock classes could not load its checkpoint."""
     if not type(model).__module__.startswith("transformers."):
         name = type(model).__name__
         raise InputError(f"{name} is code from outside transformers and cannot be written; use a built-in model type")
@@ -109,7 +114,7 @@ def refuse_foreign_code(model: Any) -> None:
 
 def cast(state: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The state dict with its floating-point tensors as `dtype`; tensors that share memory still share it."""
-    done: dict[tuple[Any, ...], Tensor] = {}
+    converted: dict[tuple[Any, ...], Tensor] = {}  # by the memory that a tensor occupies
 
     def convert(name: str, tensor: Tensor) -> Tensor:
         if dtype in (None, tensor.dtype) or not tensor.is_floating_point():
@@ -118,15 +123,16 @@ def cast(state: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tenso
             raise InputError(
                 f"{name} is offloaded as {tensor.dtype} and cannot be written as {dtype}; load it as {dtype}"
             )
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
-        if place not in done:
-            done[place] = tensor.to(dtype)
-        return done[place]
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+        if memory not in converted:
+            converted[memory] = tensor.to(dtype)
+        return converted[memory]
 
     return {name: convert(name, tensor) for name, tensor in state.items()}
 
 
 def set_dtype(config_file: Path, dtype: torch.dtype) -> None:
+    """Name the dtype of the stored weights in config.json."""
     config = json.loads(config_file.read_text(encoding="utf-8"))
     config["dtype"] = str(dtype).removeprefix("torch.")
     config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Put replacements into a model in memory, and take them out again."""
+"""Put replacements into the module tree of a model in memory, and take them out again."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from torch import nn
 
 from compressor.modeling_compressor import Replacement, restore, specs, swap
-from compressor.models.blocks import Block, placing
+from compressor.models.blocks import Block, placement_of
 from compressor.models.source import identify
 from compressor.runtime.cache import digest
 
 __all__ = ["Originals", "identify_patched", "patch", "patched", "specs", "unpatch"]
 
-Originals = dict[str, nn.Module]  # what stood at each path before the patch
+Originals = dict[str, nn.Module]  # by path, the modules that were replaced
 
 
 def patch(model: nn.Module, blocks: Sequence[Block], replacements: Mapping[int, Replacement]) -> Originals:
-    """Replace the blocks of these indices and return what `unpatch` needs to undo it.
+    """Replace the blocks with these indices and return the original modules, which `unpatch` puts back.
 
-    The replacements go in as they are: give them the model's dtype and device.
+    The replacements must already have the model's dtype and device (`as_stored`).
     """
     by_index = {block.index: block for block in blocks}
     modules: dict[str, Replacement] = {}
@@ -42,13 +42,13 @@ def patch(model: nn.Module, blocks: Sequence[Block], replacements: Mapping[int, 
 
 
 def unpatch(model: nn.Module, originals: Originals) -> None:
-    """Put back the very modules that stood there before `patch`."""
+    """Put the original modules back."""
     restore(model, originals)
 
 
 @contextmanager
 def patched(model: nn.Module, blocks: Sequence[Block], replacements: Mapping[int, Replacement]) -> Iterator[None]:
-    """The model is patched while the context is open."""
+    """While the context is open, the model is patched."""
     originals = patch(model, blocks, replacements)
     try:
         yield
@@ -57,7 +57,7 @@ def patched(model: nn.Module, blocks: Sequence[Block], replacements: Mapping[int
 
 
 def identify_patched(model: Any, replacements: Mapping[int, Replacement]) -> dict[str, Any]:
-    """All that a stored model's outputs depend on while these replacements are in it."""
+    """Everything that the outputs of a model with these replacements depend on, for cache keys."""
     replaced = {
         str(index): [json.dumps(module.spec(), sort_keys=True), digest(sorted(module.state_dict().items()))]
         for index, module in sorted(replacements.items())
@@ -66,5 +66,5 @@ def identify_patched(model: Any, replacements: Mapping[int, Replacement]) -> dic
 
 
 def as_stored(module: Replacement, model: Any, block: Block, stored: torch.dtype) -> Replacement:
-    """The module as it can stand in the block's place: rounded to the stored dtype, then as the model computes."""
-    return module.to(stored).to(**placing(model, block))
+    """The module rounded to the checkpoint's dtype `stored`, then moved to the device and the dtype of the block."""
+    return module.to(stored).to(**placement_of(model, block))

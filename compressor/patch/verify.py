@@ -1,4 +1,4 @@
-"""What was written is read again and held against the model in memory, before anybody can see it."""
+"""Read a checkpoint that was just written, and compare its logits with those of the model in memory."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.models.load import leave_on_disk, load_config, load_weights, quiet
-from compressor.models.offload import device_of, weights_of
+from compressor.models.load import keep_weights_on_disk, load_config, load_weights, quiet
+from compressor.models.offload import device_of, disk_weights_of
 from compressor.models.source import source_of
 from compressor.runtime.errors import InputError
 from compressor.runtime.progress import Progress
 from compressor.runtime.resources import available_memory
 from compressor.runtime.safe_files import read_json
 
-TOKENS = 16
-SPARE = 1.2  # times its weights: the memory that a second copy of a model takes
-ROUNDING = (1e-4, 16)  # of the largest logit, and of the coarser precision: what rounding may change
+TOKENS = 16  # how many are compared
+COPY_MEMORY_FACTOR = 1.2  # a second copy of a model takes this many times the memory of its weights
+# How far rounding may move a logit, relative to the largest: at least, and in units of the coarser dtype's epsilon.
+LEAST_TOLERANCE, TOLERANCE_IN_EPSILONS = 1e-4, 16
 
 
 def first_tokens(model: Any) -> Tensor:
-    """A few token ids that every model has."""
+    """A few token ids that every model has, as a batch of one sequence."""
     rows: int = model.get_input_embeddings().weight.shape[0]
     return (torch.arange(TOKENS) % rows)[None]
 
@@ -33,52 +34,54 @@ def first_tokens(model: Any) -> Tensor:
 def verify_written(
     directory: Path, model: Any, tokens: Tensor, progress: Progress, stored: torch.dtype | None = None
 ) -> float:
-    """InputError when the checkpoint in the directory does not compute what the model computes on these tokens.
+    """Raise InputError if the checkpoint in the directory does not compute the model's logits on these tokens.
 
-    Returns how far its logits are off, of the largest. `stored` is the dtype of the files (None: the source's own).
-
-    Where memory does not hold a second copy, it is read and run a layer at a time.
+    Returns the largest difference relative to the largest logit. `stored` is the dtype of the files (None: the
+    source's own). Where memory has no room for a second copy, the checkpoint is read and run a layer at a time.
     """
-    name, layers = str(directory), not has_room(model)
-    if layers and weights_of(model) is None:
+    name, by_layer = str(directory), not has_memory_for_copy(model)
+    if by_layer and disk_weights_of(model) is None:
         progress.say("memory is short of a second copy: what was written is read again a layer at a time")
     try:
         with quiet():
             config = load_config(read_json(directory / "config.json", name), directory, name, trust_remote_code=False)
-            place: dict[str, Any] = {"device_map": {"": "disk"}} if layers else {}
-            again = load_weights(directory, name, config, model.dtype, trust_remote_code=False, **place)
+            device_map: dict[str, Any] = {"device_map": {"": "disk"}} if by_layer else {}
+            reloaded = load_weights(directory, name, config, model.dtype, trust_remote_code=False, **device_map)
     except InputError as error:
         raise InputError(f"what was written cannot be read again ({error}); nothing was kept") from error
-    if layers:
-        leave_on_disk(again, device_of(model))
+    if by_layer:
+        keep_weights_on_disk(reloaded, device_of(model))
     else:
-        again.to(device_of(model))
-    return compare_logits(model, again, tokens, stored or source_of(model).dtype)
+        reloaded.to(device_of(model))
+    return compare_logits(model, reloaded, tokens, stored or source_of(model).dtype)
 
 
-def compare_logits(model: Any, again: Any, tokens: Tensor, stored: torch.dtype) -> float:
-    """How far the second model's logits are off, of the largest of the first's; InputError for more than rounding."""
-    expected, found = logits_of(model, tokens), logits_of(again, tokens)
-    least, factor = ROUNDING
-    coarse = max(torch.finfo(dtype).eps for dtype in (model.dtype, stored))
-    off = (found - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
-    if not off <= max(least, factor * coarse):
+def compare_logits(model: Any, other: Any, tokens: Tensor, stored: torch.dtype) -> float:
+    """The largest difference of the two models' logits, relative to the largest logit of the first.
+
+    A difference that rounding does not explain is an InputError. `stored` is the dtype of the second model's files.
+    """
+    expected, logits = logits_of(model, tokens), logits_of(other, tokens)
+    epsilon = max(torch.finfo(dtype).eps for dtype in (model.dtype, stored))
+    difference = (logits - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
+    if not difference <= max(LEAST_TOLERANCE, TOLERANCE_IN_EPSILONS * epsilon):
         raise InputError(
-            f"what was written does not compute what the model in memory computes (logits differ by {off:.1%}); "
+            f"what was written does not compute what the model in memory computes (logits differ by {difference:.1%}); "
             "nothing was kept: try again, and look after the disk if it stays so"
         )
-    return off.item()
+    return difference.item()
 
 
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
-    with evaluating(model):
-        found: Tensor = model(input_ids=tokens.to(device_of(model)), use_cache=False).logits
-    return found.double().cpu()
+    """The logits at every position, in float64 on the CPU."""
+    with evaluation_mode(model):
+        logits: Tensor = model(input_ids=tokens.to(device_of(model)), use_cache=False).logits
+    return logits.double().cpu()
 
 
 @contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """The model in evaluation mode; each of its modules is put back into its own."""
+def evaluation_mode(model: Any) -> Iterator[None]:
+    """While open, the model is in evaluation mode; afterwards each module gets its former mode back."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -88,12 +91,12 @@ def evaluating(model: Any) -> Iterator[None]:
             module.training = mode
 
 
-def has_room(model: Any) -> bool:
-    """Whether a second copy can be had where the model is, and on the way there."""
+def has_memory_for_copy(model: Any) -> bool:
+    """Whether memory suffices for a second copy: on the CPU, where it is loaded, and on the model's GPU if any."""
     parameters = list(model.parameters())
     if any(p.device.type == "meta" for p in parameters):
         return False
-    needed: float = SPARE * sum(p.numel() * p.element_size() for p in parameters)
+    needed: float = COPY_MEMORY_FACTOR * sum(p.numel() * p.element_size() for p in parameters)
     free = [available_memory()]
     if model.device.type == "cuda":
         free.append(torch.cuda.mem_get_info(model.device)[0])

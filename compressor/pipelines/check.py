@@ -28,7 +28,7 @@ from compressor.runtime.errors import InputError
 from compressor.runtime.names import split_name
 from compressor.runtime.outputs import write_json
 from compressor.runtime.progress import Progress
-from compressor.text import group
+from compressor.text import group_by_name
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def recipe_of(directory: Path, options: Mapping[str, Any], recorded: Record | Sa
     recipe = recipes.resolve(file if file.is_file() else None, dict(options))
     budget = recipe.max_dppl or recorded_budget(recorded)
     if options.get("text") and not options.get("max_dppl"):
-        budget = of_names(budget, group(recipe.text or []))
+        budget = of_names(budget, group_by_name(recipe.text or []))
     return recipe.model_copy(update={"max_dppl": budget})
 
 

@@ -22,7 +22,7 @@ from compressor.measure.study import Study, Wanted, study
 from compressor.measure.verdicts import SAFE_NATS
 from compressor.models.blocks import find_blocks
 from compressor.models.load import load_model, quiet
-from compressor.models.source import context_of, source_of
+from compressor.models.source import context_length, source_of
 from compressor.patch.checkpoint import count_parameters, refuse_foreign_code
 from compressor.pipelines.recipe import Recipe
 from compressor.runtime import distributed
@@ -32,7 +32,7 @@ from compressor.runtime.names import HUB_TEXTS, RECORD
 from compressor.runtime.outputs import reserved
 from compressor.runtime.progress import Progress
 from compressor.runtime.resources import require_disk
-from compressor.text import SPLITS, Text, load_text, split_text
+from compressor.text import SPLITS, Text, load_text, parse_text_argument
 
 DEFAULT_SEQ_LEN = 512
 REPORT_BYTES = 10 * 2**20
@@ -130,13 +130,13 @@ def absolute(name: str) -> str:
 
 def open_text(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[Text, Recipe]:
     """The text in windows that the model can take, and the recipe with what was chosen for it."""
-    context = context_of(model)
+    context = context_length(model)
     seq_len = recipe.seq_len or min(DEFAULT_SEQ_LEN, context or DEFAULT_SEQ_LEN)
     if context is not None and seq_len > context:
         raise InputError(f"--seq-len {seq_len} is beyond the model's context of {context}; try --seq-len {context}")
     names = []
     for word in recipe.text or (["demo"] if recipe.model == "demo" else ["wikitext2"]):
-        name, rest = split_text(word)
+        name, rest = parse_text_argument(word)
         names.append(absolute(rest) if name is None else f"{name}={absolute(rest)}")
     with quiet():
         text = load_text(
@@ -173,7 +173,7 @@ def make_evaluator(
     recipe: Recipe, model: Any, tokenizer: Any, text: Text, tasks: list[Task], context: RunContext
 ) -> Evaluator:
     """What source and compressed model are measured on, as the recipe says."""
-    longest, tokens = context_of(model), recipe.generate
+    longest, tokens = context_length(model), recipe.generate
     prompts = []
     if tokens:
         given = recipe.prompts

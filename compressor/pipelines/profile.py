@@ -18,7 +18,7 @@ from compressor.report.record import ProfileSet, Record, describe_tool
 from compressor.runtime.context import RunContext
 from compressor.runtime.names import PROFILE, UNNAMED
 from compressor.runtime.outputs import reserved
-from compressor.text import Text, group
+from compressor.text import Text, group_by_name
 
 
 def run(recipe: Recipe, models: Sequence[str], context: RunContext, *, write: bool = True) -> Record | ProfileSet:
@@ -63,7 +63,7 @@ def open_corpora(recipe: Recipe, context: RunContext) -> tuple[Job, dict[str, Te
     """A job on the first corpus, and the texts of all of them by name. A text without a name is a corpus by itself."""
     corpora: dict[str, list[str]] = {}
     for word in recipe.text or []:
-        ((name, (rest,)),) = group([word]).items()
+        ((name, (rest,)),) = group_by_name([word]).items()
         name = unused(last_part(rest).removesuffix(".txt"), corpora) if name == UNNAMED else name
         corpora.setdefault(name, []).append(absolute(rest))
     first, *others = corpora or [UNNAMED]

@@ -13,7 +13,7 @@ from compressor.measure.profile import moments_device
 from compressor.modeling_compressor import Replacement, restore, swap
 from compressor.models.blocks import Block
 from compressor.models.neurons import Neurons
-from compressor.models.residual import Stream, calibration_streams, stream_gain
+from compressor.models.residual import Stream, calibration_streams, measure_stream_gain
 from compressor.models.source import source_of
 from compressor.patch.tree import as_stored
 from compressor.plan.candidates import BlockCandidates, best_fit, kept_sets, outer_of
@@ -76,7 +76,7 @@ class Fitter:
                 for now, original in zip(present, wanted, strict=True):
                     now.advance(block.index)
                     original.advance(block.index + 1)  # its layers are still whole: only those before are replaced
-                    gain = stream_gain(self.model, block, now) if now is present[0] else gain
+                    gain = measure_stream_gain(self.model, block, now) if now is present[0] else gain
                     aim = original.states if gain else None
                     both.append(collect(self.model, block, candidates.neurons, now, self.device, aim, gain or 1.0))
                 shape = shapes[block.index]

@@ -15,9 +15,9 @@ from torch import Tensor
 from compressor.measure.gradients import GRADIENT_TOKENS, Gradients, walk_gradients
 from compressor.measure.moments import ACCUMULATION_DTYPE, Moments
 from compressor.measure.profile import merge, moments_device, row_weights
-from compressor.models.blocks import Block, Rows, find_blocks, watch
+from compressor.models.blocks import Block, Rows, capture_rows, find_blocks
 from compressor.models.neurons import Neurons, find_neurons
-from compressor.models.residual import Stream, calibration_streams, forget_streams
+from compressor.models.residual import Stream, calibration_streams, delete_saved_streams
 from compressor.models.source import identify
 from compressor.plan.candidates import BlockCandidates, pack_moments, survey_block, unpack, unpack_moments
 from compressor.runtime import distributed
@@ -79,7 +79,7 @@ class MomentsStore:
                     found[block.index] = self.unpack(block, kept)
                     advance(1)
                 for stream in streams:
-                    stream.keep()
+                    stream.save_periodically()
         self.forget()
         return {block.index: found[block.index] for block in self.blocks}
 
@@ -108,7 +108,7 @@ class MomentsStore:
 
     def forget(self) -> None:
         """Drop what only an unfinished survey needs."""
-        forget_streams(self.cache, self.key("stream", self.blocks[0]))
+        delete_saved_streams(self.cache, self.key("stream", self.blocks[0]))
         if distributed.rank() == 0:
             for block in self.blocks:
                 self.cache.drop(self.key("gradients", block))
@@ -250,9 +250,9 @@ def collect(
         missing = (next(turns).to(device).reshape(rows.h.shape) - rows.h.to(device)) / gain if wanted else x[:, :0]
         moments.add(Moments.of(torch.cat([x, a], dim=1), missing, row_weights(rows.h).to(device), whole_yy=False))
 
-    with watch(model, [block], add, {block.index: neurons.outer_path} if neurons else None):
+    with capture_rows(model, [block], add, {block.index: neurons.outer_path} if neurons else None):
         if owner is None:
-            stream.run()
+            stream.run_layer()
         else:
             stream.step()
     merge(moments, owner)

@@ -149,11 +149,11 @@ def test_onnx_gets_a_graph_a_record_and_a_card(compress: Compress, tmp_path: Pat
     card = ModelCard.load(tmp_path / "graph" / "README.md")
     assert card.data.library_name == "onnx"
     example = card.text.split("```python\n")[1].split("```")[0].replace("DIRECTORY", str(tmp_path / "graph"))
-    found: dict[str, Any] = {}
-    exec(example, found)
-    start = found["tokenizer"]("It was", return_tensors="pt")["input_ids"]
+    namespace: dict[str, Any] = {}
+    exec(example, namespace)
+    start = namespace["tokenizer"]("It was", return_tensors="pt")["input_ids"]
     expected = model.generate(start, max_new_tokens=20, min_new_tokens=20, do_sample=False)
-    assert found["ids"].tolist() == expected.tolist()
+    assert namespace["ids"].tolist() == expected.tolist()
 
 
 def test_onnx_needs_its_packages(refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -203,13 +203,13 @@ def test_a_model_that_is_not_compressed(refused: Refused, to: str, tmp_path: Pat
     assert "is not a compressed checkpoint" in line
 
 
-@pytest.mark.parametrize(("family", "told"), [("granite-scaled", True), ("llama", False)])
-def test_weights_that_are_rounded_again_are_told(compress: Compress, family: str, told: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "noted"), [("granite-scaled", True), ("llama", False)])
+def test_weights_that_are_rounded_again_are_told(compress: Compress, family: str, noted: bool, tmp_path: Path) -> None:
     save_compressed(tmp_path / "small", family)
     command = ["export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "m.gguf", "--dtype", "bf16"]
     done = compress(*command)
     assert done.code == 0, done.err
-    assert ("which bf16 rounds again" in done.err) == told
+    assert ("which bf16 rounds again" in done.err) == noted
 
 
 def test_from_python(tmp_path: Path) -> None:

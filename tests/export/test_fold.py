@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.activations import ACT2FN
 
-from compressor.export.fold import GATE, as_ordinary, fold, neurons_needed, splits
+from compressor.export.fold import GATE_BIAS, fold, is_linear_in_pairs, neurons_needed, read_ordinary_block
 from compressor.modeling_compressor import Replacement
 from compressor.models.neurons import ACTIVATIONS
 from compressor.runtime.errors import InputError
@@ -50,14 +50,16 @@ def test_what_splits_splits_everywhere(z: float, activation: str) -> None:
 
 
 def test_only_activations_that_split_are_said_to() -> None:
-    assert [name for name in ACTIVATIONS if splits(name)] == [name for name in ACTIVATIONS if name in SPLITTING]
+    assert [name for name in ACTIVATIONS if is_linear_in_pairs(name)] == [
+        name for name in ACTIVATIONS if name in SPLITTING
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_closed_gate_is_a_power_of_two_in_every_precision(activation: str, dtype: torch.dtype) -> None:
-    value = ACT2FN[activation](torch.tensor(GATE, dtype=dtype)).item()
-    assert value == ACT2FN[activation](torch.tensor(GATE)).item()
+    value = ACT2FN[activation](torch.tensor(GATE_BIAS, dtype=dtype)).item()
+    assert value == ACT2FN[activation](torch.tensor(GATE_BIAS)).item()
     assert math.log2(value).is_integer()
 
 
@@ -119,4 +121,4 @@ def test_a_block_that_was_not_replaced_stays_what_it_is() -> None:
     assert neurons is not None
     x = torch.randn(9, 32)
     with torch.no_grad():
-        torch.testing.assert_close(as_ordinary(neurons)(x), run_block(model, block, x))
+        torch.testing.assert_close(read_ordinary_block(neurons)(x), run_block(model, block, x))

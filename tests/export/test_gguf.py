@@ -24,7 +24,7 @@ from zoo import (
 )
 
 from compressor.export.gguf import DTYPES, MULTIPLE, write_gguf
-from compressor.export.llama import as_llama
+from compressor.export.llama import convert_to_llama
 from compressor.export.llamacpp import Runner
 from compressor.plan.shapes import Shape
 
@@ -46,8 +46,8 @@ def read(file: Path) -> Any:
 
 @torch.no_grad()
 def expected_log_probabilities(model: Any, ids: list[int]) -> torch.Tensor:
-    found = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
-    return found.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    log_probabilities = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+    return log_probabilities.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
 def check_in_llamacpp(model: Any, file: Path, off: float = 1e-4) -> None:
@@ -57,10 +57,10 @@ def check_in_llamacpp(model: Any, file: Path, off: float = 1e-4) -> None:
     with torch.no_grad():
         greedy = model.generate(torch.tensor([ids[:20]]), max_new_tokens=24, do_sample=False)[0, 20:].tolist()
     with Runner(file) as run:
-        found = torch.tensor(run.log_probabilities(ids), dtype=torch.float64)
-        continued = run.greedy(ids[:20], 24)
-    assert (found - expected).abs().max() < off
-    assert math.exp(expected.mean() - found.mean()) == pytest.approx(1, abs=1e-3)
+        measured = torch.tensor(run.log_probabilities(ids), dtype=torch.float64)
+        continued = run.continue_greedily(ids[:20], 24)
+    assert (measured - expected).abs().max() < off
+    assert math.exp(expected.mean() - measured.mean()) == pytest.approx(1, abs=1e-3)
     end = model.generation_config.eos_token_id
     stop = greedy.index(end) if end in greedy else len(greedy)
     assert [token for token in continued if token != end] == greedy[:stop]
@@ -71,14 +71,16 @@ def check_in_llamacpp(model: Any, file: Path, off: float = 1e-4) -> None:
 def test_every_llama_type_in_llamacpp(family: str, shapes: Any, tmp_path: Path) -> None:
     model = compressed(family, shapes)
     file = tmp_path / "model.gguf"
-    write_gguf(as_llama(model, multiple=MULTIPLE, kept=True), tiny_tokenizer(), file, "f32", family)
+    write_gguf(
+        convert_to_llama(model, multiple=MULTIPLE, keep_original_widths=True), tiny_tokenizer(), file, "f32", family
+    )
     check_in_llamacpp(model, file)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_replacement_beside_blocks_that_stay(kind: str, tmp_path: Path) -> None:
     model = compressed("llama-plain", {1: KINDS[kind]})
-    llama = as_llama(model, multiple=MULTIPLE, kept=True)
+    llama = convert_to_llama(model, multiple=MULTIPLE, keep_original_widths=True)
     write_gguf(llama, tiny_tokenizer(), tmp_path / "model.gguf", "f32", kind)
     check_in_llamacpp(model, tmp_path / "model.gguf")
     widths = read(tmp_path / "model.gguf").get_field("deci.feed_forward_length").contents()
@@ -105,7 +107,7 @@ def test_the_weights_are_what_was_asked_for(compress: Compress, dtype: str, tmp_
 
 def zero_biases(model: Any) -> int:
     """Parameters that a LlamaForCausalLM counts and the file leaves out."""
-    llama = as_llama(model, multiple=MULTIPLE, kept=True).model
+    llama = convert_to_llama(model, multiple=MULTIPLE, keep_original_widths=True).model
     biases = [tensor for name, tensor in llama.named_parameters() if name.endswith("_proj.bias")]
     return sum(bias.numel() for bias in biases if not bias.any())
 
@@ -139,12 +141,12 @@ def test_a_tokenizer_with_a_known_difference_is_told(compress: Compress, tmp_pat
 def test_what_is_stored_is_what_was_folded(tmp_path: Path) -> None:
     """Read by the gguf package, not by what wrote it."""
     model = compressed("llama", SHAPES)
-    llama = as_llama(model, multiple=MULTIPLE, kept=True)
+    llama = convert_to_llama(model, multiple=MULTIPLE, keep_original_widths=True)
     write_gguf(llama, tiny_tokenizer(), tmp_path / "model.gguf", "f32", "t")
     tensors = {tensor.name: np.array(tensor.data) for tensor in read(tmp_path / "model.gguf").tensors}
     layer = llama.model.model.layers[1]
-    for name, own in (("gate", layer.mlp.gate_proj), ("up", layer.mlp.up_proj), ("down", layer.mlp.down_proj)):
-        assert np.array_equal(tensors[f"blk.1.ffn_{name}.weight"], own.weight.numpy())
+    for name, module in (("gate", layer.mlp.gate_proj), ("up", layer.mlp.up_proj), ("down", layer.mlp.down_proj)):
+        assert np.array_equal(tensors[f"blk.1.ffn_{name}.weight"], module.weight.numpy())
     assert np.array_equal(tensors["blk.1.ffn_down.bias"], layer.mlp.down_proj.bias.numpy())
     assert "output.weight" not in tensors  # tied
     assert "rope_freqs.weight" not in tensors
@@ -179,7 +181,7 @@ def test_a_file_that_llamacpp_reads_otherwise_is_not_kept(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     save_compressed(tmp_path / "small", "llama")
-    monkeypatch.setattr("compressor.export.gguf.paired", lambda tensor, head: tensor)
+    monkeypatch.setattr("compressor.export.gguf.halves_to_pairs", lambda tensor, head: tensor)
     line = refused("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "model.gguf")
     assert "in llama.cpp a log-probability is off by" in line
 
@@ -187,7 +189,7 @@ def test_a_file_that_llamacpp_reads_otherwise_is_not_kept(
 def test_without_llamacpp_it_says_so(compress: Compress, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     save_compressed(tmp_path / "small", "llama")
     with monkeypatch.context() as patching:
-        patching.setattr("compressor.export.llamacpp.available", lambda: False)
+        patching.setattr("compressor.export.llamacpp.is_installed", lambda: False)
         done = compress("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "model.gguf")
     assert done.code == 0, done.err
     assert "not run in llama.cpp: pip install xllamacpp" in done.err

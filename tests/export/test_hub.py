@@ -22,14 +22,14 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, Revi
 from records_cards import TASK, measured
 
 import compressor
-from compressor.export import hub as pushing
+from compressor.export import hub as hub_module
 from compressor.export.upload import local_paths, record_paths, shorten_paths
 from compressor.report.card import card
 from compressor.report.card_metadata import list_problems
 from compressor.report.record import read_record
 from compressor.runtime.errors import InputError
 
-OPEN_CLIENT = pushing.open_client
+OPEN_CLIENT = hub_module.open_client
 SHORT = {"verification": {"source": "demo"}}
 TOKEN = "hf_thisIsASecretThatNobodyMayRead"
 
@@ -96,7 +96,7 @@ def no_token(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path_factory.mktemp("home") / "token"))
-    monkeypatch.setattr(pushing, "open_client", lambda: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr(hub_module, "open_client", lambda: pytest.fail("the Hub was asked"))
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     """Somebody is logged in."""
     hub = Hub()
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr(pushing, "open_client", lambda: hub)
+    monkeypatch.setattr(hub_module, "open_client", lambda: hub)
     return hub
 
 
@@ -150,7 +150,7 @@ def test_a_new_repository(compress: Compress, compressed: Path, hub: Hub) -> Non
 
 def test_what_is_sent_is_the_checkpoint(compressed: Path, hub: Hub, tmp_path: Path) -> None:
     """It loads, its card is sound and names its repository, and no directory of this machine stands in it."""
-    pushing.push(compressed, "me/small")
+    hub_module.push(compressed, "me/small")
     for name, content in hub.sent.items():
         (tmp_path / "got" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "got" / name).write_bytes(content)
@@ -285,7 +285,7 @@ def test_no_token_in_a_traceback(compressed: Path, hub: Hub) -> None:
     hub.failure = answer(HfHubHTTPError, 500)
     hub.failure.__cause__ = inner
     with pytest.raises(InputError) as caught:
-        pushing.push(compressed, "me/small")
+        hub_module.push(compressed, "me/small")
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
 
@@ -366,13 +366,13 @@ def test_what_is_no_checkpoint(refused: Refused, models: Path, checkpoint: Path,
 
 def test_a_card_that_somebody_wrote_in_is_sent_as_it_is(checkpoint: Path, hub: Hub) -> None:
     file = checkpoint / "README.md"
-    own = (
+    edited = (
         file.read_text(encoding="utf-8").replace("---\n", "---\nlicense: mit\ndate: 2020-02-02\n", 1)
         + "\nMy own words.\n"
     )
-    file.write_text(own, encoding="utf-8")
-    record = pushing.push(checkpoint, "me/small")
-    assert hub.sent["README.md"].decode() == own
+    file.write_text(edited, encoding="utf-8")
+    record = hub_module.push(checkpoint, "me/small")
+    assert hub.sent["README.md"].decode() == edited
     assert (record.card["license"], record.card["date"]) == ("mit", "2020-02-02")
     assert "README.md is sent as it is" in record.notes
 
@@ -380,7 +380,7 @@ def test_a_card_that_somebody_wrote_in_is_sent_as_it_is(checkpoint: Path, hub: H
 def test_a_card_that_is_missing_is_made_anew(checkpoint: Path, hub: Hub) -> None:
     (checkpoint / "README.md").unlink()
     record = read_record(checkpoint)
-    pushing.push(checkpoint, "me/small")
+    hub_module.push(checkpoint, "me/small")
     assert hub.sent["README.md"].decode() == card(record, picture=True, repo="me/small")
     assert ModelCard(hub.sent["README.md"].decode()).data.get("model_name") == "gpt2-compressed"
 
@@ -434,10 +434,10 @@ class Service(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
         Service.headings.append(self.headers["Authorization"])
-        here = f"http://{self.headers['Host']}/me/small"
+        address = f"http://{self.headers['Host']}/me/small"
         if self.path == "/api/repos/create":
             Service.exists = True
-            self.reply(200, {"url": here, "name": "me/small", "id": "1"})
+            self.reply(200, {"url": address, "name": "me/small", "id": "1"})
         elif self.path.startswith("/api/models/me/small/preupload/"):
             files = json.loads(body)["files"]
             self.reply(
@@ -445,7 +445,7 @@ class Service(BaseHTTPRequestHandler):
             )
         elif self.path.startswith("/api/models/me/small/commit/"):
             Service.commits.append([json.loads(line) for line in body.splitlines()])
-            self.reply(200, {"success": True, "commitOid": "c0ffee", "commitUrl": f"{here}/commit/c0ffee"})
+            self.reply(200, {"success": True, "commitOid": "c0ffee", "commitUrl": f"{address}/commit/c0ffee"})
         else:
             self.reply(200, {"errors": [], "warnings": []})
 
@@ -458,7 +458,7 @@ def test_the_real_client(compress: Compress, compressed: Path, monkeypatch: pyte
     server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
     Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(pushing, "open_client", OPEN_CLIENT)
+    monkeypatch.setattr(hub_module, "open_client", OPEN_CLIENT)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     try:
         first = compress("push", compressed, "me/small", "--message", "hello")

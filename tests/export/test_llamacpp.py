@@ -60,16 +60,16 @@ def test_log_probabilities_are_those_of_transformers(model: LlamaForCausalLM, ru
     with torch.no_grad():
         expected = model(torch.tensor([IDS])).logits[0].double().log_softmax(-1)
     expected = expected[:-1].gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
-    found = torch.tensor(run.log_probabilities(IDS), dtype=torch.float64)
+    measured = torch.tensor(run.log_probabilities(IDS), dtype=torch.float64)
     assert expected.std() > 1  # or the comparison would prove little
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(measured, expected, atol=1e-4, rtol=1e-5)
     assert run.log_probabilities(IDS[:1]) == []
 
 
 def test_greedy_tokens_are_those_of_transformers(model: LlamaForCausalLM, run: Runner) -> None:
     inputs = torch.tensor([IDS])
-    told = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=20, do_sample=False)
-    assert run.greedy(IDS, 20) == told[0, len(IDS) :].tolist()
+    generated = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=20, do_sample=False)
+    assert run.continue_greedily(IDS, 20) == generated[0, len(IDS) :].tolist()
 
 
 def test_the_cache_of_k_and_v_may_be_smaller(file: Path, run: Runner) -> None:
@@ -79,7 +79,7 @@ def test_the_cache_of_k_and_v_may_be_smaller(file: Path, run: Runner) -> None:
 
 
 def test_speed_and_template(run: Runner) -> None:
-    speed = run.speed(64, 32)
+    speed = run.measure_speed(64, 32)
     assert speed.prefill > speed.decode > 0
     assert run.chat_prompt([{"role": "user", "content": "Hello"}]) == "<user>Hello"
 
@@ -92,9 +92,9 @@ def test_a_connection_that_waited_is_no_failure(run: Runner) -> None:
 
 def test_too_many_tokens_are_refused(run: Runner) -> None:
     with pytest.raises(InputError, match="129 tokens do not fit into a context of 128"):
-        run.greedy([1] * 100, 29)
+        run.continue_greedily([1] * 100, 29)
     with pytest.raises(InputError, match=r"llama\.cpp refuses a request"):
-        run.greedy([], 3)
+        run.continue_greedily([], 3)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_child_that_dies_is_one_line(file: Path) -> None:
     with Runner(file) as run:
         run.child.kill()
         with pytest.raises(InputError, match=r"llama\.cpp cannot run"):
-            run.greedy(IDS, 3)
+            run.continue_greedily(IDS, 3)
 
 
 def test_without_the_wheel_it_says_what_to_install(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 from zoo import LINEAR_SHAPES, TEXT, VOCAB, compressed, tiny_tokenizer, write
 
-from compressor.export.onnx import FILE, TRACED, OnnxGraph, Unfit, check_graph, expect, write_graph, write_onnx
+from compressor.export.onnx import (
+    FILE,
+    TRACED_SIZES,
+    GraphRejected,
+    OnnxGraph,
+    check_graph,
+    compute_cases,
+    write_graph,
+    write_onnx,
+)
 from compressor.models.load import load_model
 from compressor.plan.shapes import Shape
 from compressor.runtime.errors import InputError
@@ -56,7 +65,7 @@ class Written:
     directory: Path
     graph: OnnxGraph
     before: Tensor
-    said: str
+    messages: str
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +81,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written
             before = forward(model, *batch(2, 9, 2))
             (root / "onnx").mkdir()
             progress = Progress(visible=True)
-            with progress.console.capture() as said:
+            with progress.console.capture() as captured:
                 # One model's weights lie beside its graph, as those of a large model do.
                 single_file = {} if name != "opt" else {"single_file": 0}
                 graph = write_onnx(model, tokenizer, root / "onnx", progress, **single_file)
-            done[name] = Written(model, root / "onnx", graph, before, said.get())
+            done[name] = Written(model, root / "onnx", graph, before, captured.get())
         return done[name]
 
     return of
@@ -115,15 +124,15 @@ def run(directory: Path, ids: Tensor, mask: Tensor, pieces: list[int]) -> Tensor
         if "position_ids" in taken:
             given["position_ids"] = positions(mask)[:, start:end]
         names = [entry.name for entry in session.get_outputs()]
-        found = dict(zip(names, session.run(None, {k: v.numpy() for k, v in given.items()} | past), strict=True))
-        logits.append(torch.from_numpy(found["logits"]))
-        past = {name: found[name.replace("past_key_values", "present")] for name in past}
+        outputs = dict(zip(names, session.run(None, {k: v.numpy() for k, v in given.items()} | past), strict=True))
+        logits.append(torch.from_numpy(outputs["logits"]))
+        past = {name: outputs[name.replace("past_key_values", "present")] for name in past}
     return torch.cat(logits, dim=1)
 
 
-def same(found: Tensor, expected: Tensor, mask: Tensor) -> bool:
+def same(logits: Tensor, expected: Tensor, mask: Tensor) -> bool:
     real = mask.bool()
-    return bool((found - expected)[real].abs().max() <= 1e-5 * expected[real].abs().max())
+    return bool((logits - expected)[real].abs().max() <= 1e-5 * expected[real].abs().max())
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -132,7 +141,7 @@ def test_onnx_runtime_computes_what_torch_computes(name: str, written: Callable[
     assert done.graph.cache == ROWS[name].cached
     assert done.graph.logits_off < 1e-5
     for rows, length, padding in ((1, 1, 0), (1, 23, 0), (2, 13, 5), (5, 8, 3)):
-        assert (rows, length) != TRACED[:2]
+        assert (rows, length) != TRACED_SIZES[:2]
         ids, mask = batch(rows, length, padding)
         expected = forward(done.model, ids, mask)
         assert same(run(done.directory, ids, mask, [length]), expected, mask)
@@ -170,8 +179,8 @@ def test_the_model_stays_as_it_was(written: Callable[[str], Written]) -> None:
 
 
 def test_only_our_own_lines_are_said(written: Callable[[str], Written]) -> None:
-    assert written("gpt2").said.count("\n") == 3
-    lines = written("mpt").said.splitlines()
+    assert written("gpt2").messages.count("\n") == 3
+    lines = written("mpt").messages.splitlines()
     assert any(line.startswith("no key-value cache for mpt, so its graph is for scoring (") for line in lines)
     assert "scoring" in written("mpt").graph.use
 
@@ -191,7 +200,7 @@ class Branching(nn.Module):
 def test_a_graph_that_would_be_wrong_on_long_texts_is_refused(tmp_path: Path) -> None:
     model = compressed("gpt2", HYBRID, n_layer=1)
     model.transformer.ln_f = Branching(model.transformer.ln_f)
-    with pytest.raises(Unfit, match=r"^it computes otherwise beyond 20 tokens"):
+    with pytest.raises(GraphRejected, match=r"^it computes otherwise beyond 20 tokens"):
         write_graph(model, tmp_path / FILE, cached=False, single_file=0)
     assert tree(tmp_path) == {}
 
@@ -209,11 +218,11 @@ def test_what_torch_cannot_trace_is_refused_in_one_line(tmp_path: Path, capfd: p
 def test_a_graph_of_other_weights_fails_the_check(written: Callable[[str], Written]) -> None:
     done = written("gpt2")
     changed = compressed("gpt2", LINEAR_SHAPES)
-    assert check_graph(done.directory / FILE, expect(changed), cached=True) < 1e-5
+    assert check_graph(done.directory / FILE, compute_cases(changed), cached=True) < 1e-5
     with torch.no_grad():
         changed.transformer.h[1].mlp.bias[3] += 0.01
-    with pytest.raises(Unfit, match="differ by"):
-        check_graph(done.directory / FILE, expect(changed), cached=True)
+    with pytest.raises(GraphRejected, match="differ by"):
+        check_graph(done.directory / FILE, compute_cases(changed), cached=True)
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])

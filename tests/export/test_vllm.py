@@ -12,7 +12,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 from zoo import LINEAR_SHAPES, SHAPES, compressed, logits, stored, tiny_tokenizer
 
-from compressor.export.llama import as_llama
+from compressor.export.llama import convert_to_llama
 from compressor.export.vllm import MULTIPLE, write_decilm
 
 
@@ -32,12 +32,12 @@ def read_as_vllm(directory: Path) -> Any:
         assert not block.ffn.no_op
         assert plain.num_attention_heads // block.attention.n_heads_in_group == plain.num_key_value_heads
         width = width_in_vllm(block.ffn.ffn_mult, plain.hidden_size)
-        own = LlamaConfig(**{**plain.to_dict(), "intermediate_size": width, "hidden_act": block.ffn.hidden_act})
-        layer.mlp = LlamaMLP(own)
-    found = {name: tensor.float() for name, tensor in stored(directory).items()}
+        widened = LlamaConfig(**{**plain.to_dict(), "intermediate_size": width, "hidden_act": block.ffn.hidden_act})
+        layer.mlp = LlamaMLP(widened)
+    tensors = {name: tensor.float() for name, tensor in stored(directory).items()}
     if plain.tie_word_embeddings:
-        found["lm_head.weight"] = found["model.embed_tokens.weight"]
-    model.load_state_dict(found, strict=True)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    model.load_state_dict(tensors, strict=True)
     return model
 
 
@@ -45,7 +45,7 @@ def read_as_vllm(directory: Path) -> Any:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "granite-scaled", "llama-llama3"])
 def test_what_vllm_would_read_is_the_model(family: str, shapes: Any, tmp_path: Path) -> None:
     model = compressed(family, shapes)
-    write_decilm(as_llama(model, multiple=MULTIPLE), tiny_tokenizer(), tmp_path, torch.float32)
+    write_decilm(convert_to_llama(model, multiple=MULTIPLE), tiny_tokenizer(), tmp_path, torch.float32)
     expected = logits(model)
     assert (logits(read_as_vllm(tmp_path)) - expected).abs().max() < 2e-6 * expected.abs().max()
 
@@ -61,7 +61,7 @@ def test_every_width_comes_back(hidden: int) -> None:
 
 
 def test_the_config_survives_a_round_trip(tmp_path: Path) -> None:
-    write_decilm(as_llama(compressed("llama"), multiple=256), tiny_tokenizer(), tmp_path, torch.bfloat16)
+    write_decilm(convert_to_llama(compressed("llama"), multiple=256), tiny_tokenizer(), tmp_path, torch.bfloat16)
     before = json.loads((tmp_path / "config.json").read_text())
     config = AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
     assert config.to_dict()["block_configs"] == before["block_configs"]

@@ -9,7 +9,7 @@ from torch import Tensor
 from zoo import REPRESENTATIVE, tiny_model
 
 from compressor.measure.profile import measure, row_weights
-from compressor.models.blocks import Block, Rows, body, find_blocks, watch
+from compressor.models.blocks import Block, Rows, backbone, capture_rows, find_blocks
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.text import batches
@@ -21,9 +21,9 @@ def raw_rows(model: torch.nn.Module, windows: Tensor) -> dict[int, tuple[Tensor,
     def keep(block: Block, rows: Rows) -> None:
         found.setdefault(block.index, []).append((rows.x.double(), rows.y.double(), rows.h.double()))
 
-    with torch.no_grad(), watch(model, find_blocks(model), keep):
+    with torch.no_grad(), capture_rows(model, find_blocks(model), keep):
         for batch in batches(windows, 7):
-            body(model)(input_ids=batch, use_cache=False)
+            backbone(model)(input_ids=batch, use_cache=False)
     return {index: tuple(torch.cat(c) for c in zip(*parts, strict=True)) for index, parts in found.items()}  # type: ignore[misc]
 
 

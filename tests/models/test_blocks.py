@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zoo import FAMILIES, REFUSED, ROWS, VOCAB, WIDTH, logits, tiny_model, tokens
 
 from compressor.modeling_compressor import Replacement
-from compressor.models.blocks import Block, Rows, find_blocks, watch
+from compressor.models.blocks import Block, Rows, capture_rows, find_blocks
 from compressor.patch.tree import patch
 from compressor.runtime.errors import InputError
 
@@ -29,7 +29,7 @@ def recompute(model: nn.Module, block: Block, x: Tensor) -> Tensor:
 
 def run(model: nn.Module, blocks: list[Block]) -> dict[int, Rows]:
     seen: dict[int, Rows] = {}
-    with watch(model, blocks, lambda block, rows: seen.__setitem__(block.index, rows)):
+    with capture_rows(model, blocks, lambda block, rows: seen.__setitem__(block.index, rows)):
         logits(model)
     return seen
 
@@ -119,7 +119,7 @@ def test_other_families_are_refused_by_name(family: str) -> None:
 def test_hooks_are_gone_after_watching() -> None:
     model = tiny_model("llama")
     seen: list[int] = []
-    with watch(model, find_blocks(model), lambda block, rows: seen.append(block.index)):
+    with capture_rows(model, find_blocks(model), lambda block, rows: seen.append(block.index)):
         model(torch.full((1, 3), VOCAB - 1))
     model(torch.full((1, 3), VOCAB - 1))
     assert seen == [0, 1, 2]

@@ -25,8 +25,8 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from zoo import FAMILIES, save_tiny, tiny_model, tiny_tokenizer
 
-from compressor.models import config_check as scrutiny
-from compressor.models.safetensors_files import Stored, list_tensors
+from compressor.models import config_check
+from compressor.models.safetensors_files import StoredTensor, list_tensors
 from compressor.runtime.errors import InputError
 from compressor.runtime.safe_files import DEPTH, JSON_BYTES, YAML_BYTES
 
@@ -79,7 +79,7 @@ def configure(model: Path, **values: Any) -> None:
         ('{"model_type": "gpt2", "a": ' + NESTED + "}", "cannot be read"),
         ('{"model_type": "gpt2", "a": ' + "[" * DEPTH + "]" * DEPTH + "}", f"nested more than {DEPTH} deep"),
         ('{"model_type": "\\ud800"}', "half a character"),
-        ('{"a": "' + "x" * scrutiny.CONFIG_BYTES + '"}', f"larger than {scrutiny.CONFIG_BYTES:,} bytes"),
+        ('{"a": "' + "x" * config_check.CONFIG_BYTES + '"}', f"larger than {config_check.CONFIG_BYTES:,} bytes"),
     ],
 )
 def test_config_that_is_no_honest_json(profile: Profile, spoiled: Path, content: str, says: str) -> None:
@@ -201,7 +201,7 @@ def test_scrutiny_knows_the_size_of_every_family(family: str, tmp_path: Path) ->
     raw = json.loads((tmp_path / CONFIG).read_text(encoding="utf-8"))
     stored = list_tensors([tmp_path / WEIGHTS], "it")
     before = torch.get_rng_state()
-    size = scrutiny.compare(AutoConfig.from_pretrained(tmp_path), raw, stored, "it")
+    size = config_check.check_config_fits(AutoConfig.from_pretrained(tmp_path), raw, stored, "it")
     assert torch.equal(torch.get_rng_state(), before)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert size == sum(t.numel() for t in (*loaded.parameters(), *loaded.buffers()))
@@ -210,9 +210,9 @@ def test_scrutiny_knows_the_size_of_every_family(family: str, tmp_path: Path) ->
 def test_scrutiny_compares_with_and_without_the_prefix(models: Path) -> None:
     config = AutoConfig.from_pretrained(models / "gpt2")
     for name in ("transformer.wte.weight", "wte.weight"):
-        stored = {name: Stored(Path("file"), torch.Size([300, 31]), torch.float32)}
+        stored = {name: StoredTensor(Path("file"), torch.Size([300, 31]), torch.float32)}
         with pytest.raises(InputError, match=re.escape("wte.weight is [300, 31], config.json says [300, 32]")):
-            scrutiny.compare(config, {}, stored, "it")
+            config_check.check_config_fits(config, {}, stored, "it")
 
 
 # The weights and their index

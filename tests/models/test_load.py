@@ -23,7 +23,7 @@ from transformers.utils import logging
 from zoo import FAMILIES, VOCAB, logits, save_tiny, tiny_model, tiny_tokenizer
 
 from compressor.modeling_compressor import Replacement
-from compressor.models import load as models
+from compressor.models import load
 from compressor.models.blocks import find_blocks
 from compressor.models.load import load_model
 from compressor.models.source import source_of
@@ -103,10 +103,10 @@ def test_source_is_recorded(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_demo_is_the_directory_in_the_package(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "DEMO", llama)
+    monkeypatch.setattr(load, "DEMO", llama)
     model, tokenizer = load_model("demo")
     assert source_of(model).model == model.name_or_path == tokenizer.name_or_path == "demo"
-    monkeypatch.setattr(models, "DEMO", llama / "absent")
+    monkeypatch.setattr(load, "DEMO", llama / "absent")
     assert "install the package again" in refusal("demo")
 
 

@@ -11,7 +11,7 @@ from planted import LinearFFN, WildFFN, planted_model, random_text
 from torch import nn
 from zoo import FAMILIES, WIDTH, logits, tiny_model
 
-from compressor.models.blocks import Rows, find_blocks, watch
+from compressor.models.blocks import Rows, capture_rows, find_blocks
 from compressor.models.neurons import find_neurons
 from compressor.patch.tree import patched
 from compressor.plan.fit import build_replacement
@@ -50,7 +50,7 @@ def test_what_enters_the_last_matrix_is_seen(family: str) -> None:
     neurons = find_neurons(model, block)
     assert neurons is not None
     seen: list[Rows] = []
-    with torch.no_grad(), watch(model, [block], lambda _, rows: seen.append(rows), {1: neurons.outer_path}):
+    with torch.no_grad(), capture_rows(model, [block], lambda _, rows: seen.append(rows), {1: neurons.outer_path}):
         logits(model)
     torch.testing.assert_close(seen[0].a, neurons.activate(seen[0].x), rtol=1e-4, atol=1e-5)
 

@@ -31,7 +31,7 @@ from compressor.evaluate.perplexity import evaluate
 from compressor.measure.profile import measure
 from compressor.measure.swap import Sweeper
 from compressor.models.blocks import find_blocks
-from compressor.models.load import load_model, spread
+from compressor.models.load import choose_device_map, load_model
 from compressor.models.safetensors_files import write_shard
 from compressor.patch.checkpoint import count_parameters, write_checkpoint
 from compressor.patch.tree import patch, patched
@@ -81,25 +81,25 @@ def in_memory(model: Any) -> set[str]:
 @pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_every_stage_gives_the_same_numbers(family: str, both: Both) -> None:
     text = random_text()
-    found = [stages(model, text) for model in both(family)]
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+    results = [stages(model, text) for model in both(family)]
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon", "opt", "bloom"])
 def test_a_model_that_accelerate_has_placed_gives_the_same_numbers(family: str) -> None:
     """Every layer behind accelerate's hooks, as on several GPUs."""
     text = random_text()
-    found = []
+    results = []
     for placed in (False, True):
         model = tiny_model(family)
         if placed:
             places = {name: "cpu" for name, module in model.named_modules() if not list(module.children())}
             places |= {block.layer_path: "cpu" for block in find_blocks(model)}
             model = dispatch_model(model, places, main_device="cpu", force_hooks=True)
-        found.append(stages(model, text))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+        results.append(stages(model, text))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_a_model_larger_than_one_gpu_is_spread_over_all_of_them(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (free[number], 200))
     if expected is None:
         with pytest.raises(InputError, match="add --low-memory"):
-            spread("it", 70, torch.device("cuda"), device)
+            choose_device_map("it", 70, torch.device("cuda"), device)
     else:
-        assert spread("it", 70, torch.device("cuda"), device) == expected
+        assert choose_device_map("it", 70, torch.device("cuda"), device) == expected
 
 
 def test_a_model_larger_than_memory_is_refused_before_it_is_read(

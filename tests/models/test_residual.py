@@ -12,7 +12,7 @@ from planted import random_text
 from zoo import FAMILIES, tiny_model
 
 from compressor.measure.profile import measure
-from compressor.models.blocks import Block, body, find_blocks, hidden_of
+from compressor.models.blocks import Block, backbone, find_blocks, hidden_states_of
 from compressor.models.residual import open_stream
 from compressor.plan.moments_store import open_store
 from compressor.runtime.cache import Cache, Tensors
@@ -27,9 +27,9 @@ def test_layer_by_layer_equals_the_forward_pass(family: str) -> None:
     blocks, windows = find_blocks(model), random_text().calibration.windows[:5]
     seen: list[Any] = []
     last = model.get_submodule(blocks[-1].layer_path)
-    handle = last.register_forward_hook(lambda _m, _a, out: seen.append(hidden_of(out)))
+    handle = last.register_forward_hook(lambda _m, _a, out: seen.append(hidden_states_of(out)))
     with torch.no_grad():
-        body(model)(input_ids=windows, use_cache=False)
+        backbone(model)(input_ids=windows, use_cache=False)
     handle.remove()
     stream = open_stream(model, blocks, windows, batch_size=2)  # 2 + 2 + 1: batches of two shapes
     early = stream.copy()
@@ -80,7 +80,7 @@ def test_a_pass_that_was_killed_goes_on_at_the_layer_where_it_was_kept(
 ) -> None:
     model, text = tiny_model("llama", num_hidden_layers=6), random_text()
     blocks = find_blocks(model)
-    monkeypatch.setattr("compressor.models.residual.KEEP_SECONDS", 0.0)
+    monkeypatch.setattr("compressor.models.residual.SAVE_SECONDS", 0.0)
 
     def do(cache: Cache) -> list[torch.Tensor]:
         if work == "measure":
@@ -95,8 +95,8 @@ def test_a_pass_that_was_killed_goes_on_at_the_layer_where_it_was_kept(
     dying.left = 4 * 3 if work == "measure" else len(blocks) + 4 * 4
     with pytest.raises(Killed):
         do(dying)
-    again, found = runs_of(model, blocks, lambda: do(Cache(tmp_path / "killed", Progress())))
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    again, resumed = runs_of(model, blocks, lambda: do(Cache(tmp_path / "killed", Progress())))
+    assert all(torch.equal(a, b) for a, b in zip(expected, resumed, strict=True))
     batches = len(open_stream(model, blocks, text.calibration.windows, 8).states)
     assert whole[1] >= batches
     assert max(again[1:4]) == 0, "finished layers were run again"
@@ -131,11 +131,11 @@ def test_a_stream_that_was_kept_behind_a_lost_block_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, text = tiny_model("gpt2"), random_text()
-    monkeypatch.setattr("compressor.models.residual.KEEP_SECONDS", 0.0)
+    monkeypatch.setattr("compressor.models.residual.SAVE_SECONDS", 0.0)
     cache, blocks = Cache(tmp_path, Progress()), find_blocks(model)
     stream = open_stream(model, blocks, text.fitting, 8, cache, {"what": "it"})
     stream.advance(2)
-    stream.keep()
+    stream.save_periodically()
     assert open_stream(model, blocks, text.fitting, 8, cache, {"what": "it"}, latest=2).position == 2
     assert open_stream(model, blocks, text.fitting, 8, cache, {"what": "it"}, latest=1).position == 0
     assert open_stream(model, blocks, text.fitting, 8, cache, {"what": "other"}, latest=2).position == 0

@@ -20,7 +20,7 @@ from compressor.evaluate.budget import Budget
 from compressor.evaluate.perplexity import evaluate
 from compressor.measure.profile import measure
 from compressor.models.blocks import find_blocks
-from compressor.models.residual import open_stream, resume, stream_gain
+from compressor.models.residual import measure_stream_gain, open_stream, resume
 from compressor.patch.tree import patched
 from compressor.plan.calibration import Calibration, Point, rank_correlation
 from compressor.plan.fit import Fitter
@@ -155,7 +155,7 @@ def test_the_stream_is_made_up_for_where_the_block_is_added_to_it(family: str) -
     """Behind a norm, fitting in order can only copy the block."""
     model = tiny_model(family)
     blocks = find_blocks(model)
-    gain = stream_gain(model, blocks[0], open_stream(model, blocks, TEXT.held_out[:4], 4))
+    gain = measure_stream_gain(model, blocks[0], open_stream(model, blocks, TEXT.held_out[:4], 4))
     normed = family in ("gemma2", "gemma3", "gemma3-vision", "glm4", "olmo2", "opt-350m")
     assert (gain is None) == normed
     if family == "granite":

@@ -17,7 +17,7 @@ from compressor.evaluate.perplexity import evaluate
 from compressor.measure.moments import Moments
 from compressor.measure.profile import measure
 from compressor.modeling_compressor import Replacement
-from compressor.models.blocks import Block, Rows, body, find_blocks, watch
+from compressor.models.blocks import Block, Rows, backbone, capture_rows, find_blocks
 from compressor.patch.tree import patched
 from compressor.plan.candidates import kept_sets
 from compressor.plan.fit import Fitter
@@ -173,11 +173,14 @@ def test_each_block_is_fitted_on_the_inputs_it_will_get(shape: Shape) -> None:
     wanted: list[Rows] = []
     rows: list[Rows] = []
     with torch.no_grad():
-        with watch(model, [blocks[2]], lambda _, r: wanted.append(r)):
-            body(model)(input_ids=TEXT.fitting, use_cache=False)
+        with capture_rows(model, [blocks[2]], lambda _, r: wanted.append(r)):
+            backbone(model)(input_ids=TEXT.fitting, use_cache=False)
         inside = {2: "transformer.h.2.mlp.c_proj"}
-        with patched(model, blocks, {0: fits[0]}), watch(model, [blocks[2]], lambda _, r: rows.append(r), inside):
-            body(model)(input_ids=TEXT.fitting, use_cache=False)
+        with (
+            patched(model, blocks, {0: fits[0]}),
+            capture_rows(model, [blocks[2]], lambda _, r: rows.append(r), inside),
+        ):
+            backbone(model)(input_ids=TEXT.fitting, use_cache=False)
         x, a, y = rows[0].x, rows[0].a, rows[0].y + wanted[0].h - rows[0].h
         kept = kept_sets(shape, fitter.candidates[2].orders, x.device)[0]
         features = [torch.ones(len(x), 1, dtype=x.dtype), a[:, kept], *([x] if shape.rank is None else [])]

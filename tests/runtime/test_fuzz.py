@@ -32,7 +32,7 @@ from compressor.measure.profile import measure
 from compressor.models.blocks import find_blocks
 from compressor.models.load import load_model
 from compressor.models.safetensors_files import find_shards, list_tensors
-from compressor.models.source import context_of
+from compressor.models.source import context_length
 from compressor.patch.checkpoint import refuse_foreign_code
 from compressor.pipelines import apply
 from compressor.pipelines import recipe as recipes
@@ -75,7 +75,7 @@ def read_config() -> None:
     model, _ = load_model("model")
     find_blocks(model)
     refuse_foreign_code(model)
-    context = context_of(model)
+    context = context_length(model)
     if context is None or context >= FEW.seq_len:
         measure(model, FEW)
 
