@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.evaluate.perplexity import logits_batch
+from compressor.evaluate.perplexity import limit_batch_size
 from compressor.measure.moments import ACCUMULATION_DTYPE
 from compressor.measure.profile import Profile
 from compressor.measure.regression import RankLadder
@@ -74,7 +74,7 @@ def walk_gradients(
     and one block's rows, are alive at a time, however deep the model is.
     """
     windows = windows[: max(1, tokens // windows.shape[1])]
-    size = logits_batch(model, windows.shape[1], max(1, BACKWARD_TOKENS // windows.shape[1]))
+    size = limit_batch_size(model, windows.shape[1], max(1, BACKWARD_TOKENS // windows.shape[1]))
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.requires_grad_(False)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.evaluate.perplexity import Losses, PerplexityChange, compare, evaluate, has_plain_head, logits_batch
+from compressor.evaluate.perplexity import Losses, PerplexityChange, compare, evaluate, has_plain_head, limit_batch_size
 from compressor.measure.moments import ACCUMULATION_DTYPE
 from compressor.measure.profile import BlockProfile, Profile
 from compressor.modeling_compressor import Replacement
@@ -62,7 +62,7 @@ class SingleBlockTrials:
 
     def __init__(self, model: Any, blocks: list[Block], windows: Tensor, context: RunContext) -> None:
         self.model, self.blocks, self.windows, self.context = model, blocks, windows, context
-        self.batch_size = logits_batch(model, windows.shape[1], context.batch_size)
+        self.batch_size = limit_batch_size(model, windows.shape[1], context.batch_size)
         self.stream: Stream | None = None  # the windows before the present block's layer
         self.sample: Stream | None = None  # a few tokens of them: enough to see how a layer adds its block
         self.plain = False  # whether the shorter way to the losses is exact for this model

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from compressor.evaluate.budget import Budget, Limits, budgets_of, label, limits_of
+from compressor.evaluate.budget import Budget, Limits, compute_limits, parse_budgets, text_prefix
 from compressor.evaluate.perplexity import PerplexityChange, evaluate
 from compressor.measure.gradients import Damage
 from compressor.measure.profile import Profile
@@ -246,8 +246,8 @@ class Planner:
         change = nearest.changes[name]
         return (
             f"no replacement fits the budget {self.limits}: closest was block {list_shapes(nearest.shapes)} with "
-            f"{label(name)}ΔPPL {change.delta:+.3f} (upper end {change.upper:+.3f}) on the selection text, windows of "
-            f"{change.seq_len} tokens; nothing written"
+            f"{text_prefix(name)}ΔPPL {change.delta:+.3f} (upper end {change.upper:+.3f}) on the selection text, windows "
+            f"of {change.seq_len} tokens; nothing written"
         )
 
 
@@ -265,7 +265,7 @@ def make_planner(
     text = runner.text
     losses = evaluate(runner.model, text.verification.windows, runner.context, step="verify")
     baselines = {name: losses.part(part).perplexity for name, part in text.parts("verification").items()}
-    limits = limits_of(budgets, baselines)
+    limits = compute_limits(budgets, baselines)
     verdicts = judge_all(profile, ground.damages, limits.smallest, {})
     return Planner(ground, limits, verdicts, objective=objective, compensate=compensate)
 
@@ -282,7 +282,7 @@ def plan(
     """Search for the largest plan inside the budget. The model is left as it was; BudgetError when nothing fits."""
     context = context or RunContext()
     words = [f"{k}={v}" for k, v in max_dppl.items()] if isinstance(max_dppl, Mapping) else [str(max_dppl)]
-    budgets = budgets_of(words, text.counts, context.confidence)
+    budgets = parse_budgets(words, text.counts, context.confidence)
     return make_planner(prepare_search(model, text, context), profile, budgets, objective=objective).search()
 
 

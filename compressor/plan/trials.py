@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from compressor.evaluate.budget import label
+from compressor.evaluate.budget import text_prefix
 from compressor.evaluate.perplexity import Losses, PerplexityChange, compare_parts, evaluate
-from compressor.evaluate.speed import slower
+from compressor.evaluate.speed import is_slower
 from compressor.modeling_compressor import Replacement
 from compressor.patch.tree import patched
 from compressor.plan.candidates import BlockCandidates
@@ -54,7 +54,7 @@ class TrialRunner:
             changes = compare_parts(self.before, after, parts, context.confidence, context.seed)
             saved = sum(self.candidates[index].saved(shape) for index, shape in shapes.items())
             self.tried[key] = Trial(dict(shapes), predicted, saved, compensated, changes)
-            rises = ", ".join(f"{label(name)}ΔPPL {change.delta:+.3f}" for name, change in changes.items())
+            rises = ", ".join(f"{text_prefix(name)}ΔPPL {change.delta:+.3f}" for name, change in changes.items())
             how = ", compensated" if compensated else ""
             context.progress.say(f"  tried {summary(shapes)}{how}: {saved:,} parameters, selection {rises}")
         return self.tried[key]
@@ -89,7 +89,9 @@ class TrialRunner:
 
             def run() -> Tensors:
                 # Twice, for a shape must not be refused because the machine was busy for a moment.
-                return {"slower": torch.tensor(all(slower(self.model, self.blocks[index], module) for _ in range(2)))}
+                return {
+                    "slower": torch.tensor(all(is_slower(self.model, self.blocks[index], module) for _ in range(2)))
+                }
 
             key = self.store.key("slower", self.blocks[0], shape=str(shape))
             self.slow[shape] = bool(

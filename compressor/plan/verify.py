@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from compressor.evaluate.budget import Limits, ask_all, label
+from compressor.evaluate.budget import Limits, format_budgets, text_prefix
 from compressor.evaluate.evaluator import Evaluator, Measured
 from compressor.evaluate.perplexity import Losses, PerplexityChange
-from compressor.evaluate.tasks import Scores, TaskChange, lost_documents
+from compressor.evaluate.tasks import Scores, TaskChange, find_lost_documents
 from compressor.patch.tree import identify_patched, patched
 from compressor.plan.search import Plan, Planner
 from compressor.plan.shapes import Shapes, list_shapes
@@ -40,12 +40,12 @@ def search_and_verify(planner: Planner, evaluator: Evaluator, source: Measured) 
     while True:
         identity = identify_patched(model, plan.fits)
         with patched(model, planner.blocks, plan.fits):
-            scores = evaluator.scores(model, "compressed", identity)
+            scores = evaluator.score_tasks(model, "compressed", identity)
             drops = evaluator.compare_tasks(source.scores, scores)
             broken = broken_tasks(evaluator, drops)
             if not broken:
-                written = evaluator.written(model, "compressed", identity)
-                return VerifiedPlan(plan, Measured(losses, scores, written), looks)
+                continuations = evaluator.write_continuations(model, "compressed", identity)
+                return VerifiedPlan(plan, Measured(losses, scores, continuations), looks)
         refusal = missed_task(evaluator, drops, broken, plan.shapes)
         index = worst_block(planner, evaluator, plan, broken, source.scores, scores)
         planner.progress.say(f"  task {', '.join(broken)} refuses it: block {index} costs most and goes back")
@@ -62,7 +62,7 @@ def search_and_verify(planner: Planner, evaluator: Evaluator, source: Measured) 
 def losses_of(planner: Planner, evaluator: Evaluator, plan: Plan) -> Losses:
     """The losses of a plan on the verification text."""
     with patched(planner.model, planner.blocks, plan.fits):
-        return evaluator.losses(planner.model, "verify", identify_patched(planner.model, plan.fits))
+        return evaluator.measure_losses(planner.model, "verify", identify_patched(planner.model, plan.fits))
 
 
 def share_used(limits: Limits, texts: Mapping[str, PerplexityChange]) -> float:
@@ -92,7 +92,9 @@ def search_text(planner: Planner, evaluator: Evaluator, source: Losses) -> tuple
         losses = losses_of(planner, evaluator, plan)
         texts = evaluator.compare_texts(source, losses)
         used = share_used(limits, texts)
-        ends = "; ".join(f"{label(n)}upper end {c.upper:+.3f} of {limits.allowed[n]:.3f}" for n, c in texts.items())
+        ends = "; ".join(
+            f"{text_prefix(n)}upper end {c.upper:+.3f} of {limits.allowed[n]:.3f}" for n, c in texts.items()
+        )
         if used > 1:
             say(f"  verification text refuses it: {ends}")
             refusal = missed_text(evaluator, texts, plan.shapes)
@@ -132,11 +134,11 @@ def worst_block(
     others = {i: {k: v for k, v in whole["replaced"].items() if k != str(i)} for i in plan.shapes}
     identities = {index: {**whole, "replaced": replaced} for index, replaced in others.items()}
     for task in (task for task in evaluator.tasks if task.name in broken):
-        lost = lost_documents(task, before[task.name], after[task.name], MOST_DOCUMENTS)
+        lost = find_lost_documents(task, before[task.name], after[task.name], MOST_DOCUMENTS)
         for index in plan.shapes if lost else []:
             rest = {i: module for i, module in plan.fits.items() if i != index}
             with patched(planner.model, planner.blocks, rest):
-                found = evaluator.score(planner.model, task, f"block {index} back", identities[index], lost)
+                found = evaluator.score_task(planner.model, task, f"block {index} back", identities[index], lost)
             gain = found[task.metric] - after[task.name][task.metric][lost]
             won[index] += task.better * gain.sum().item()
     return max(plan.shapes, key=lambda index: (won[index], planner.ground.damages[index].linear, -index))
@@ -145,7 +147,7 @@ def worst_block(
 def refuse_missed(evaluator: Evaluator, before: Measured, after: Measured, shapes: Shapes) -> None:
     """BudgetError when a given plan does not hold."""
     texts = evaluator.compare_texts(before.losses, after.losses)
-    if any(e.upper > evaluator.budgets[name].dppl(e.baseline) for name, e in texts.items()):
+    if any(e.upper > evaluator.budgets[name].allowed_rise(e.baseline) for name, e in texts.items()):
         raise missed_text(evaluator, texts, shapes)
     drops = evaluator.compare_tasks(before.scores, after.scores)
     broken = broken_tasks(evaluator, drops)
@@ -154,12 +156,12 @@ def refuse_missed(evaluator: Evaluator, before: Measured, after: Measured, shape
 
 
 def missed_text(evaluator: Evaluator, texts: Mapping[str, PerplexityChange], shapes: Shapes) -> BudgetError:
-    allowed = {name: evaluator.budgets[name].dppl(e.baseline) for name, e in texts.items()}
+    allowed = {name: evaluator.budgets[name].allowed_rise(e.baseline) for name, e in texts.items()}
     name = max(texts, key=lambda name: texts[name].upper / allowed[name])
     found = texts[name]
     return BudgetError(
-        f"the budget {ask_all(evaluator.budgets)} is missed on the verification text: closest was block "
-        f"{list_shapes(shapes)} with {label(name)}ΔPPL {found.delta:+.3f} (upper end {found.upper:+.3f}, allowed "
+        f"the budget {format_budgets(evaluator.budgets)} is missed on the verification text: closest was block "
+        f"{list_shapes(shapes)} with {text_prefix(name)}ΔPPL {found.delta:+.3f} (upper end {found.upper:+.3f}, allowed "
         f"{allowed[name]:+.3f}; windows of {found.seq_len} tokens); nothing written"
     )
 

@@ -177,8 +177,8 @@ def test_a_finished_run_is_not_measured_again(
         raise AssertionError("the model was run")
 
     for module, part in [
-        *((assessing, name) for name in ("evaluate", "score", "continue_greedily", "choices_along")),
-        *((trials, name) for name in ("evaluate", "slower")),
+        *((assessing, name) for name in ("evaluate", "score", "continue_greedily", "predict_along")),
+        *((trials, name) for name in ("evaluate", "is_slower")),
         (fitting, "Stream"),
         (fitting, "collect"),
     ]:
