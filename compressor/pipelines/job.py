@@ -16,9 +16,9 @@ from compressor.evaluate.generation import opening_prompts, read_prompts
 from compressor.evaluate.task_files import BUILT_IN_TASK
 from compressor.evaluate.tasks import Task, find_prefix_token, load_tasks
 from compressor.measure.gradients import Damage
-from compressor.measure.probes import refuse_widths
+from compressor.measure.probes import refuse_different_widths
 from compressor.measure.profile import Profile
-from compressor.measure.study import Study, Wanted, study
+from compressor.measure.study import Study, StudyOptions, study
 from compressor.measure.verdicts import SAFE_NATS
 from compressor.models.blocks import find_blocks
 from compressor.models.load import load_model, quiet
@@ -117,7 +117,7 @@ def load_other(recipe: Recipe, model: Any, context: RunContext) -> tuple[Any, An
     context.progress.say(f"load {recipe.cross}")
     trust = context.trust_remote_code
     other, tokenizer = load_model(recipe.cross, trust_remote_code=trust, **placing(recipe, context))
-    refuse_widths(model, other, str(recipe.model), recipe.cross)
+    refuse_different_widths(model, other, str(recipe.model), recipe.cross)
     return other, tokenizer
 
 
@@ -194,7 +194,7 @@ def make_evaluator(
 def study_blocks(job: Job, profile: Profile, damages: Mapping[int, Damage], limit: float = SAFE_NATS) -> Study:
     """Trials, probes and a second model, as the recipe wants them, and the verdict on every block."""
     recipe = job.recipe
-    wanted = Wanted(recipe.swap, recipe.swap_tokens, recipe.probe or (), recipe.probe_steps, job.other)
+    wanted = StudyOptions(recipe.swap, recipe.swap_tokens, recipe.probe or (), recipe.probe_steps, job.other)
     return study(job.model, profile, damages, job.text, wanted, job.context, limit)
 
 

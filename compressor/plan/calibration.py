@@ -103,9 +103,9 @@ def calibrate(store: MomentsStore, candidates: Mapping[int, BlockCandidates], fi
 
     def measure(index: int, candidate: Candidate) -> Tensors:
         if not before:
-            before.append(trials.losses().windows)
+            before.append(trials.measure_losses().windows)
         module = fitter.at_once({index: candidate.shape})[index]
-        rise = trials.replaced(index, module).windows - before[0]
+        rise = trials.measure_replaced(index, module).windows - before[0]
         return {"rise": torch.stack([rise.mean(), rise.std() / len(rise) ** 0.5])}
 
     selection = text.selection.sha256

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressor.measure.gradients import Damage, Gradients, damage_of, predict_damage
+from compressor.measure.gradients import Damage, Gradients, damage_from_errors, predict_ladder_damage
 from compressor.measure.moments import ACCUMULATION_DTYPE, Moments
 from compressor.measure.regression import RankLadder, choose_ridge, decompose, reduce_rank
 from compressor.models.blocks import Block
@@ -83,7 +83,7 @@ def survey_block(
     outer = outer_of(block, neurons, fit.xx.device)
     linear, linear_held = (linear_moments(m, outer, bias) for m in (fit, held))
     metric = gradients.metric.to(fit.xx)
-    damage = predict_damage(fit_ladder(linear, linear_held, metric), gradients)
+    damage = predict_ladder_damage(fit_ladder(linear, linear_held, metric), gradients)
     root = root_of(metric)
     none = torch.empty(0, dtype=torch.long, device=outer.device)
     assert damage.by_rank is not None
@@ -103,7 +103,7 @@ def survey_block(
 
         def probe(shape: Shape) -> float:
             made = best_fit(fit, bias, outer, shape, orders, root, (ridges[0], ridges[1]))
-            return damage_of(errors_of(made, neurons, gradients), gradients)
+            return damage_from_errors(errors_of(made, neurons, gradients), gradients)
 
         table += neuron_candidates(block, neurons, runs, probe)
     scalars = [damage.linear, damage.factorised, *ridges]

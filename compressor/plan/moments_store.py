@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.measure.gradients import GRADIENT_TOKENS, Gradients, walk_gradients
+from compressor.measure.gradients import GRADIENT_TOKENS, Gradients, visit_gradients
 from compressor.measure.moments import ACCUMULATION_DTYPE, Moments
-from compressor.measure.profile import merge, moments_device, row_weights
+from compressor.measure.profile import merge_processes, moments_device, row_weights
 from compressor.models.blocks import Block, Rows, find_blocks, watch
 from compressor.models.neurons import Neurons, find_neurons
 from compressor.models.residual import Stream, calibration_streams, forget_streams
@@ -97,7 +97,7 @@ class MomentsStore:
                 columns = {"x": rows.x.cpu(), "y": rows.y.cpu(), "g": rows.g.cpu()}
                 self.cache.keep(self.key("gradients", block), columns, needed=True)
 
-        walk_gradients(self.model, self.blocks, self.text.held_out, see, self.progress)
+        visit_gradients(self.model, self.blocks, self.text.held_out, see, self.progress)
 
     def streams(self, first: Block) -> list[Stream]:
         """The fitting and the held-out windows, at this block's layer or before it."""
@@ -255,5 +255,5 @@ def collect(
             stream.run()
         else:
             stream.step()
-    merge(moments, owner)
+    merge_processes(moments, owner)
     return moments
