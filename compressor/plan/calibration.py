@@ -104,7 +104,7 @@ def calibrate(store: MomentsStore, candidates: Mapping[int, BlockCandidates], fi
     def measure(index: int, candidate: Candidate) -> Tensors:
         if not before:
             before.append(trials.measure_losses().windows)
-        module = fitter.at_once({index: candidate.shape})[index]
+        module = fitter.fit_at_once({index: candidate.shape})[index]
         rise = trials.measure_replaced(index, module).windows - before[0]
         return {"rise": torch.stack([rise.mean(), rise.std() / len(rise) ** 0.5])}
 

@@ -18,7 +18,7 @@ from compressor.models.blocks import find_blocks
 from compressor.patch.tree import patch
 from compressor.plan.calibration import Calibration, calibrate, corrected
 from compressor.plan.fit import Fitter
-from compressor.plan.frontier import CLOSE_ENOUGH, Candidate, bracket, efficient, sequence
+from compressor.plan.frontier import CLOSE_ENOUGH, Candidate, find_largest_plan, grow_plans, lower_hull
 from compressor.plan.moments_store import open_store
 from compressor.plan.shapes import Shape, Shapes, list_shapes
 from compressor.plan.trials import Trial, TrialRunner
@@ -103,7 +103,7 @@ class Planner:
 
     def plans(self) -> list[tuple[dict[int, Shape], float]]:
         """Plans from the smallest to the largest, each with its predicted damage."""
-        return sequence([efficient(row) for row in self.affordable])
+        return grow_plans([lower_hull(row) for row in self.affordable])
 
     def spend(self, trial: Trial, tighten: float) -> float:
         """The share of the budget used, of the text that uses most.
@@ -163,7 +163,7 @@ class Planner:
         while True:
             plans = [plan for plan in self.plans() if plan[1] < ceiling]
             costs = partial(self.cost_of, plans, tighten)
-            best = bracket(plans, self.limits.smallest * tighten / self.gain, costs, self.scale)
+            best = find_largest_plan(plans, self.limits.smallest * tighten / self.gain, costs, self.scale)
             if best is None:
                 return None
             shapes, predicted = self.fill(*plans[best], tighten, ceiling)
@@ -303,7 +303,7 @@ def fit_shapes(
             known = f"{neurons.count} neurons" if neurons else "no neurons that are known"
             raise InputError(f"the plan keeps {shape.neurons} neurons in block {index}, which has {known}")
     fitter = Fitter(store, store.candidates())
-    return fitter.in_order(shapes) if compensated else fitter.at_once(shapes)
+    return fitter.fit_in_order(shapes) if compensated else fitter.fit_at_once(shapes)
 
 
 def apply(model: Any, plan: Plan | Shapes, text: Text, context: RunContext | None = None) -> Any:

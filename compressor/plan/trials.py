@@ -75,10 +75,10 @@ class TrialRunner:
     def fits(self, shapes: Shapes, compensated: bool) -> dict[int, Replacement]:
         """The modules of a plan. Those that took a pass over the text are kept."""
         if not compensated:
-            return self.fitter.at_once(shapes)
+            return self.fitter.fit_at_once(shapes)
         key = tuple(sorted(shapes.items(), key=lambda item: item[0]))
         if key not in self.compensated:
-            self.compensated = {key: self.fitter.in_order(shapes)}
+            self.compensated = {key: self.fitter.fit_in_order(shapes)}
         return self.compensated[key]
 
     def is_slower(self, shape: Shape, index: int, shapes: Shapes) -> bool:

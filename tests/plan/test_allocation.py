@@ -166,7 +166,7 @@ def test_the_stream_is_made_up_for_where_the_block_is_added_to_it(family: str) -
 def test_blocks_are_fitted_in_order_in_every_kind_of_family(family: str) -> None:
     model = tiny_model(family)
     statistics = open_store(model, TEXT, RunContext())
-    fits = Fitter(statistics, statistics.candidates()).in_order({0: Shape(0), 1: Shape(0, 20)})
+    fits = Fitter(statistics, statistics.candidates()).fit_in_order({0: Shape(0), 1: Shape(0, 20)})
     assert [fits[i].kind for i in fits] == ["bias", "pruned"]
     assert all(p.isfinite().all() for module in fits.values() for p in module.parameters())
 
