@@ -38,28 +38,25 @@ class Fitter:
         ] = {}  # those of the last plan, since the next one shares most of them
 
     def fit_at_once(self, shapes: Shapes) -> dict[int, Replacement]:
-        """Every block on the inputs that it has in the original model. No text is run."""
-        found: dict[int, Replacement] = {}
+        """Fit every block on the inputs that it has in the original model. No text is run."""
+        fits: dict[int, Replacement] = {}
         for index, shape in sorted(shapes.items()):
-            known = self.last_fits.get((index, shape))
-            if known is None:
+            module = self.last_fits.get((index, shape))
+            if module is None:
                 candidates, outer, bias, root = self.prepare_block(index)
                 moments = self.store.moments(index)
-                known = self.make_module(
-                    candidates,
-                    shape,
-                    fit_shape(moments, bias, outer, shape, candidates.orders, root, candidates.ridges),
-                )
-            found[index] = known
-        self.last_fits = {(index, shapes[index]): module for index, module in found.items()}
-        return found
+                fitted = fit_shape(moments, bias, outer, shape, candidates.orders, root, candidates.ridges)
+                module = self.make_module(candidates, shape, fitted)
+            fits[index] = module
+        self.last_fits = {(index, shapes[index]): module for index, module in fits.items()}
+        return fits
 
     def fit_in_order(self, shapes: Shapes) -> dict[int, Replacement]:
         """Fit every block on the inputs that it gets when those before it are replaced, so that it compensates them.
 
-        The target lies between the original block's output and the residual stream of the original model. Where, and how
-        far weights are shrunk to the original ones, is chosen on held-out rows, block by block. A block that was fitted
-        before, after the same replacements, is taken from disk. The model is left as it was.
+        The target lies between the original block's output and the residual stream of the original model. Where, and
+        how far weights are shrunk to the original ones, is chosen on held-out rows, block by block. A block that was
+        fitted before, after the same replacements, is taken from disk. The model is left as it was.
         """
         keys = {
             index: self.key(shapes, index) for index in sorted(shapes)
@@ -90,9 +87,10 @@ class Fitter:
                     )
                 shape = shapes[block.index]
                 kept = kept_sets(shape, candidates.orders, self.device)[0]
-                fit, held = moments
-                shrinkage = choose_shrinkage(fit, held, outer, kept, shape.rank, root)
-                fitted = fit_shape(fit, bias, outer, shape, candidates.orders, root, candidates.ridges, shrinkage)
+                shrinkage = choose_shrinkage(moments[0], moments[1], outer, kept, shape.rank, root)
+                fitted = fit_shape(
+                    moments[0], bias, outer, shape, candidates.orders, root, candidates.ridges, shrinkage
+                )
                 fits[block.index] = self.make_module(candidates, shape, fitted)
                 self.store.cache.keep(keys[block.index], pack_weights(fits[block.index], self.dtype))
                 original_modules |= swap(self.model, {block.path: fits[block.index]})

@@ -84,7 +84,7 @@ class MomentsStore:
         return {block.index: candidates[block.index] for block in self.blocks}
 
     def ensure_gradients(self, blocks: list[Block]) -> None:
-        """Make sure that the loss gradients of these blocks are on disk. One backward pass gives those of all blocks."""
+        """Make sure that the loss gradients of these blocks are on disk; one backward pass gives those of all."""
         if all(self.cache.has(self.key("gradients", block)) for block in blocks):
             return
         indices = {block.index for block in blocks}

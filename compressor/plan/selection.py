@@ -175,7 +175,7 @@ def measure_subset(
 
 @dataclass(frozen=True)
 class Fitted:
-    """y ≈ bias + outputs·(inputsᵀ x) + outerᵀ a, with the kept neurons a. Where `inputs` is None, `outputs` is dense."""
+    """y ≈ bias + outputs·(inputsᵀ x) + outerᵀ a of the kept neurons; `inputs` is None for a dense map in `outputs`."""
 
     kept: Tensor
     inputs: Tensor | None  # [width, rank]
@@ -280,8 +280,8 @@ def choose_shrinkage(
 ) -> tuple[float, float]:
     """The ridge and the target of a refit that err least on the held-out rows.
 
-    The target is 0 where the moments have no `xy`, that is, say nothing about the residual stream. A linear part is taken
-    with its full rank: then the weights are linear in the target, and one solve serves all targets.
+    The target is 0 where the moments have no `xy`, that is, say nothing about the residual stream. A linear part is
+    taken with its full rank: then the weights are linear in the target, and one solve serves all targets.
     """
     scaled = scale_moments(fit, outer)
     other = scale_moments(held, outer, like=scaled)
