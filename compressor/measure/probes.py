@@ -286,8 +286,7 @@ def refuse_different_widths(model: Any, other: Any, name: str, other_name: str) 
 
 
 def whitening_matrix(moments: Moments) -> Tensor:
-    """The symmetric matrix that turns the covariance of these inputs into the identity, in the directions in which they
-    vary."""
+    """The symmetric matrix that whitens these inputs: it turns their covariance into the identity where they vary."""
     spectrum = decompose(moments.xx)
     vectors = spectrum.vectors[:, : spectrum.rank]
     return vectors * (spectrum.values[: spectrum.rank] / moments.weight).rsqrt() @ vectors.T

@@ -31,21 +31,8 @@ from compressor.plan.selection import (
 from compressor.plan.shapes import Shape
 from compressor.runtime.cache import Tensors
 
-NEURON_SHARES = (
-    0.97,
-    0.94,
-    0.91,
-    0.87,
-    0.83,
-    0.78,
-    0.71,
-    0.61,
-    0.5,
-    0.38,
-    0.25,
-    0.13,
-    0.05,
-)  # kept, of a block's neurons
+# Shares of a block's neurons that are kept.
+NEURON_SHARES = (0.97, 0.94, 0.91, 0.87, 0.83, 0.78, 0.71, 0.61, 0.5, 0.38, 0.25, 0.13, 0.05)
 RANK_SHARES = (0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)  # ranks beside kept neurons, of the width
 NEURON_MULTIPLE = 8  # where there are many neurons, multiples of this are kept: matrix products are faster then
 PROBED_CANDIDATES = 3  # of each kind, have their damage computed row by row; the others are interpolated
@@ -150,8 +137,10 @@ def round_count(count: float, neurons: int) -> int:
 def neuron_candidates(
     block: Block, neurons: Neurons, runs: list[Elimination], probe: Callable[[Shape], float]
 ) -> list[tuple[int, int, float]]:
-    """(rank, neurons, damage) of the shapes with neurons that are on the frontier: pruned ones, and hybrid ones, which
-    have a linear part too."""
+    """(rank, neurons, damage) of the shapes with neurons that are on a convex frontier.
+
+    Pruned shapes and hybrid ones, which have a linear part too, have a frontier each.
+    """
     least_errors: dict[Shape, float] = {}
     for run in runs:
         for subset in run.subsets:
@@ -175,11 +164,8 @@ def interpolate_damages(front: list[Candidate], probe: Callable[[Shape], float])
     `probe` computes the damage of a few of them. For the others the ratio of damage and error is interpolated.
     """
     front = sorted(front, key=lambda candidate: candidate.damage)
-    probed = (
-        sorted({round(k * (len(front) - 1) / max(1, PROBED_CANDIDATES - 1)) for k in range(PROBED_CANDIDATES)})
-        if front
-        else []
-    )
+    steps = max(1, PROBED_CANDIDATES - 1)
+    probed = sorted({round(k * (len(front) - 1) / steps) for k in range(PROBED_CANDIDATES)}) if front else []
     errors = [math.log(max(candidate.damage, 1e-300)) for candidate in front]
     ratios = {k: math.log(max(probe(front[k].shape), 1e-300)) - errors[k] for k in probed}
     table = []

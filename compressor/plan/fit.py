@@ -23,8 +23,10 @@ from compressor.plan.shapes import Shape, Shapes
 
 
 class Fitter:
-    """Fits the modules of any plan. Their weights are rounded to the dtype of the checkpoint at once, so that what is
-    measured holds for the saved model."""
+    """Fits the modules of any plan.
+
+    Weights are rounded to the dtype of the checkpoint at once, so that what is measured holds for the saved model.
+    """
 
     def __init__(self, store: MomentsStore, candidates: Mapping[int, BlockCandidates]) -> None:
         self.store, self.candidates = store, candidates
@@ -32,10 +34,9 @@ class Fitter:
         self.blocks, self.progress = store.blocks, store.progress
         self.dtype = source_of(self.model).dtype
         self.device = moments_device(self.model)
-        self.start: list[Stream] | None = None  # streams of the original model, reused while they are not too far
-        self.last_fits: dict[
-            tuple[int, Shape], Replacement
-        ] = {}  # those of the last plan, since the next one shares most of them
+        self.start: list[Stream] | None = None  # streams of the original model, reused for later layers
+        # Those of the last plan: the next one shares most of them.
+        self.last_fits: dict[tuple[int, Shape], Replacement] = {}
 
     def fit_at_once(self, shapes: Shapes) -> dict[int, Replacement]:
         """Fit every block on the inputs that it has in the original model. No text is run."""
@@ -58,9 +59,8 @@ class Fitter:
         how far weights are shrunk to the original ones, is chosen on held-out rows, block by block. A block that was
         fitted before, after the same replacements, is taken from disk. The model is left as it was.
         """
-        keys = {
-            index: self.key(shapes, index) for index in sorted(shapes)
-        }  # before any block is replaced: keys depend on the model
+        # Keys depend on the model, so they are made before a block is replaced.
+        keys = {index: self.key(shapes, index) for index in sorted(shapes)}
         fits = self.load_fits(shapes, keys)
         rest = [self.blocks[index] for index in sorted(shapes)[len(fits) :]]
         if fits:

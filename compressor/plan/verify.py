@@ -1,5 +1,4 @@
-"""Verification: a plan must be inside its budgets on the verification text and on every task; until then it is made
-smaller."""
+"""Verification: a plan must be inside its budgets on the verification text and on every task, or it is made smaller."""
 
 from __future__ import annotations
 
