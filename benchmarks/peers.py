@@ -296,12 +296,12 @@ def ours(model: Any, blocks: list[Block], windows: Tensor, step: float, *, cache
     """A copy of the model, compressed by this package until the fraction `step` of its parameters is removed."""
     planner = our_planner(model, windows, cache)
     wanted = step * count_parameters(model)
-    candidates, plans = planner.runner.candidates, planner.plans()
+    candidates, plans = planner.runner.candidates, planner.growing_plans()
     sizes = [sum(candidates[index].saved(shape) for index, shape in shapes.items()) for shapes, _ in plans]
     found = next((k for k, size in enumerate(sizes) if size >= wanted), None)
     if found is None:
         raise Inapplicable(f"no plan removes {step:.1%}")
-    fits = planner.runner.fitter.in_order(plans[found][0])
+    fits = planner.runner.fitter.fit_in_order(plans[found][0])
     changed = copy.deepcopy(model)
     patch(changed, blocks, fits)
     return changed

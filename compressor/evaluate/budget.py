@@ -1,4 +1,4 @@
-"""The promise: the largest rise in perplexity and fall in task scores that the user accepts, and how sure to be."""
+"""The budget: the largest rise in perplexity and fall in task scores that the user accepts, and how surely."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Budget:
             raise InputError(f"--confidence must be at least 0 and below 1, got {confidence}; try --confidence 0.95")
         return cls(amount, percent, confidence)
 
-    def dppl(self, baseline: float) -> float:
+    def allowed_rise(self, baseline: float) -> float:
         """The rise in perplexity that this budget allows on a text of that baseline."""
         return baseline * self.amount / 100 if self.percent else self.amount
 
@@ -43,11 +43,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the budgets of all texts allow, given the source's perplexity on each: by text, and in common nats."""
+    """What the budget of every text allows, given the source's perplexity on that text."""
 
     budgets: dict[str, Budget]
-    allowed: dict[str, float]  # rise in perplexity
-    nats: dict[str, float]  # the same in nats per token, which carry over from one stretch of text to another
+    allowed: dict[str, float]  # text → rise in perplexity
+    nats: dict[str, float]  # the same in nats per token, which hold for other windows of the same text too
 
     @property
     def smallest(self) -> float:
@@ -59,27 +59,27 @@ class Limits:
         return next(iter(self.budgets.values())).confidence
 
     def __str__(self) -> str:
-        return ask_all(self.budgets)
+        return format_budgets(self.budgets)
 
 
-def limits_of(budgets: Mapping[str, Budget], baselines: Mapping[str, float]) -> Limits:
+def compute_limits(budgets: Mapping[str, Budget], baselines: Mapping[str, float]) -> Limits:
     """The limits on texts on which the source has these perplexities."""
-    allowed = {name: budgets[name].dppl(baseline) for name, baseline in baselines.items()}
+    allowed = {name: budgets[name].allowed_rise(baseline) for name, baseline in baselines.items()}
     nats = {name: math.log1p(allowed[name] / baseline) for name, baseline in baselines.items()}
     return Limits(dict(budgets), allowed, nats)
 
 
-def ask_all(budgets: Mapping[str, Budget]) -> str:
-    """What was asked for, in the user's words."""
-    return ", ".join(f"{label(name)}{budget}" for name, budget in budgets.items())
+def format_budgets(budgets: Mapping[str, Budget]) -> str:
+    """All budgets in one line, as the user gave them."""
+    return ", ".join(f"{text_prefix(name)}{budget}" for name, budget in budgets.items())
 
 
-def label(name: str) -> str:
-    """How a text stands before its figure; the only text needs no name."""
+def text_prefix(name: str) -> str:
+    """The name of a text and a space, to stand before its figure; nothing where there is only one unnamed text."""
     return "" if name == UNNAMED else f"{name} "
 
 
-def parse_drop(text: str | float) -> float:
+def parse_task_drop(text: str | float) -> float:
     """The largest fall of a task's score: a fraction of 1, such as 0.01 for one point of a hundred."""
     word = str(text).strip()
     try:
@@ -91,8 +91,8 @@ def parse_drop(text: str | float) -> float:
     return drop
 
 
-def by_name(option: str, words: Iterable[str], names: Iterable[str], what: str) -> dict[str | None, str]:
-    """`name=value` words by name, a value without a name under None. A name that nobody knows is refused."""
+def values_by_name(option: str, words: Iterable[str], names: Iterable[str], what: str) -> dict[str | None, str]:
+    """`name=value` words by name, a value without a name under None. A name that is not in `names` is refused."""
     known = list(dict.fromkeys(names))
     given: dict[str | None, str] = {}
     for word in words:
@@ -108,21 +108,21 @@ def by_name(option: str, words: Iterable[str], names: Iterable[str], what: str) 
     return given
 
 
-def budgets_of(words: Iterable[str], texts: Iterable[str], confidence: float) -> dict[str, Budget]:
-    """The budget of every text. A text without one is refused: it must not get worse in silence."""
+def parse_budgets(words: Iterable[str], texts: Iterable[str], confidence: float) -> dict[str, Budget]:
+    """The budget of every text. A text without one is refused: nothing would bound what it loses."""
     texts = list(texts)
-    given = by_name("--max-dppl", words, texts, "text")
+    given = values_by_name("--max-dppl", words, texts, "text")
     for name in texts:
         if not given.get(name, given.get(None)):
             raise InputError(f"text {name!r} has no budget; add --max-dppl {name}=1.0, or --max-dppl 1.0 for all")
     return {name: Budget.parse(given.get(name, given.get(None, "")), confidence) for name in texts}
 
 
-def drops_of(words: Iterable[str], aliases: Mapping[str, Iterable[str]]) -> dict[str, float | None]:
+def parse_task_drops(words: Iterable[str], aliases: Mapping[str, Iterable[str]]) -> dict[str, float | None]:
     """The largest drop of every task (None: only reported). `aliases`: what else the user may call a task."""
     known = {task: [task, *names] for task, names in aliases.items()}
-    given = by_name("--max-task-drop", words, [name for names in known.values() for name in names], "task")
-    found = {
+    given = values_by_name("--max-task-drop", words, [name for names in known.values() for name in names], "task")
+    drops = {
         task: next((given[name] for name in [*names, None] if name in given), None) for task, names in known.items()
     }
-    return {task: None if word is None else parse_drop(word) for task, word in found.items()}
+    return {task: None if drop is None else parse_task_drop(drop) for task, drop in drops.items()}

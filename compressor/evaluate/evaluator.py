@@ -1,4 +1,4 @@
-"""One model against another on everything that was promised: texts, tasks, and whether it still talks."""
+"""A compressed model compared with its source: perplexity of every text, scores of every task, generated text."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from compressor.evaluate.breakdown import LossBreakdown, break_down
 from compressor.evaluate.budget import Budget
-from compressor.evaluate.generation import GenerationCheck, choices_along, compare_continuations, continue_greedily
+from compressor.evaluate.generation import GenerationCheck, compare_continuations, continue_greedily, predict_along
 from compressor.evaluate.perplexity import Losses, PerplexityChange, compare, compare_parts, evaluate
-from compressor.evaluate.tasks import Scores, Task, TaskChange, compare_scores, longest, score, task_key
+from compressor.evaluate.tasks import Scores, Task, TaskChange, compare_scores, longest_sequence, score, task_key
 from compressor.runtime import distributed
 from compressor.runtime.cache import cache_key
 from compressor.runtime.context import RunContext
 from compressor.text import Text
 
-Identity = Mapping[str, Any]  # of `sources.identify`, or of `patching.identify_patched`
+Identity = Mapping[str, Any]  # what a model's outputs depend on: of `identify` or `identify_patched`
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Measured:
 
     losses: Losses
     scores: dict[str, Scores]
-    written: Tensor | None  # its own continuations of the prompts
+    continuations: Tensor | None  # what it writes after each prompt, as tokens
 
 
 @dataclass(frozen=True)
 class Check:
-    """One promise, and whether it was kept."""
+    """One limit, what was measured against it, and whether that is inside."""
 
     name: str
     passed: bool
@@ -51,7 +51,7 @@ class Assessment:
     texts: dict[str, PerplexityChange]
     allowed: dict[str, float]  # the rise in perplexity, by text
     tasks: dict[str, TaskChange]
-    limits: dict[str, float | None]  # the fall in score, by task
+    limits: dict[str, float | None]  # the largest fall in score, by task; None: only reported
     generation: GenerationCheck | None
     breakdown: LossBreakdown
 
@@ -60,23 +60,23 @@ class Assessment:
         return [*self.text_checks(), *self.task_checks()]
 
     def text_checks(self) -> list[Check]:
-        found = []
-        for name, e in self.texts.items():
-            detail = f"{e.baseline:.3f} → {e.compressed:.3f} ({e.delta:+.3f}), windows of {e.seq_len} tokens"
+        checks = []
+        for name, c in self.texts.items():
+            detail = f"{c.baseline:.3f} → {c.compressed:.3f} ({c.delta:+.3f}), windows of {c.seq_len} tokens"
             limit = self.allowed[name]
-            found.append(Check(f"perplexity {name}", e.upper <= limit, e.upper, limit, detail))
-        return found
+            checks.append(Check(f"perplexity {name}", c.upper <= limit, c.upper, limit, detail))
+        return checks
 
     def task_checks(self) -> list[Check]:
-        found = []
-        for name, d in self.tasks.items():
+        checks = []
+        for name, c in self.tasks.items():
             limit = self.limits[name]
-            detail = f"{d.source:.4f} → {d.compressed:.4f} on {d.documents} documents, {d.changed} changed"
-            if limit is not None and d.drop <= limit < d.upper:
-                detail += f"; the drop of {d.drop:+.4f} is inside, its interval is not: more documents would narrow it"
+            detail = f"{c.source:.4f} → {c.compressed:.4f} on {c.documents} documents, {c.changed} changed"
+            if limit is not None and c.drop <= limit < c.upper:
+                detail += f"; the drop of {c.drop:+.4f} is inside, its interval is not: more documents would narrow it"
             if limit is not None:
-                found.append(Check(f"task {name}", d.upper <= limit, d.upper, limit, detail))
-        return found
+                checks.append(Check(f"task {name}", c.upper <= limit, c.upper, limit, detail))
+        return checks
 
     @property
     def passed(self) -> bool:
@@ -84,13 +84,13 @@ class Assessment:
 
     @property
     def warnings(self) -> list[str]:
-        said = self.generation.warnings if self.generation else []
+        warnings = self.generation.warnings if self.generation else []
         fine = all(check.passed for check in self.text_checks())
-        return [f"perplexity is fine, its text is not: {what}" if fine else f"its text: {what}" for what in said]
+        return [f"perplexity is fine, its text is not: {w}" if fine else f"its text: {w}" for w in warnings]
 
 
 class Evaluator:
-    """The texts, tasks and prompts that two models are measured on. What was measured before is not measured again."""
+    """Measures models on the same texts, tasks and prompts, and compares them. Every measurement is cached."""
 
     def __init__(
         self,
@@ -110,14 +110,14 @@ class Evaluator:
         self.context = context
 
     def measure(self, model: Any, step: str, identity: Identity) -> Measured:
-        """`identity`: all that the model's outputs depend on; what is measured of it is kept under that name."""
+        """Everything of one model. `identity` is all that its outputs depend on: a part of the cache keys."""
         return Measured(
-            self.losses(model, step, identity),
-            self.scores(model, step, identity),
-            self.written(model, step, identity),
+            self.measure_losses(model, step, identity),
+            self.score_tasks(model, step, identity),
+            self.write_continuations(model, step, identity),
         )
 
-    def losses(self, model: Any, step: str, identity: Identity) -> Losses:
+    def measure_losses(self, model: Any, step: str, identity: Identity) -> Losses:
         split = self.text.verification
 
         def run() -> dict[str, Tensor]:
@@ -126,12 +126,14 @@ class Evaluator:
         key = self.key("losses", identity, split.sha256, seq_len=self.text.seq_len)
         return Losses(self.context.cache.get(f"{step} text", key, run)["nats"])
 
-    def scores(self, model: Any, step: str, identity: Identity) -> dict[str, Scores]:
-        return {task.name: self.score(model, task, step, identity) for task in self.tasks}
+    def score_tasks(self, model: Any, step: str, identity: Identity) -> dict[str, Scores]:
+        return {task.name: self.score_task(model, task, step, identity) for task in self.tasks}
 
-    def score(self, model: Any, task: Task, step: str, identity: Identity, only: Sequence[int] | None = None) -> Scores:
-        """One task, or of it the documents `only`."""
-        how = {**task_key(task, longest(model)), "tokenizer": tokenizer_sha256(self.tokenizer), "only": only}
+    def score_task(
+        self, model: Any, task: Task, step: str, identity: Identity, only: Sequence[int] | None = None
+    ) -> Scores:
+        """The scores of one task, on all of its documents or only on these."""
+        how = {**task_key(task, longest_sequence(model)), "tokenizer": tokenizer_sha256(self.tokenizer), "only": only}
         key = self.key("scores", identity, task.sha256, **how)
 
         def run() -> Scores:
@@ -139,7 +141,7 @@ class Evaluator:
 
         return self.context.cache.get(f"{step} {task.name}", key, lambda: distributed.compute_on_first(run))
 
-    def written(self, model: Any, step: str, identity: Identity) -> Tensor | None:
+    def write_continuations(self, model: Any, step: str, identity: Identity) -> Tensor | None:
         if not self.prompts:
             return None
         name = f"{step} writes"
@@ -150,12 +152,12 @@ class Evaluator:
 
         return self.context.cache.get(name, key, lambda: distributed.compute_on_first(run))["written"]
 
-    def along(self, model: Any, written: Tensor, step: str, identity: Identity) -> Tensor:
-        """What the model would say at every step of another's continuations."""
-        key = self.key("along", identity, self.prompts_sha256(), along=written.tolist())
+    def predict_along(self, model: Any, continuations: Tensor, step: str, identity: Identity) -> Tensor:
+        """The token that the model finds most likely at every position of another model's continuations."""
+        key = self.key("along", identity, self.prompts_sha256(), along=continuations.tolist())
 
         def run() -> dict[str, Tensor]:
-            return {"along": choices_along(model, self.prompts, written, self.context.progress, f"{step} agrees")}
+            return {"along": predict_along(model, self.prompts, continuations, self.context.progress, f"{step} agrees")}
 
         return self.context.cache.get(f"{step} agrees", key, lambda: distributed.compute_on_first(run))["along"]
 
@@ -181,18 +183,21 @@ class Evaluator:
         }
 
     def assess(self, before: Measured, after: Measured, compressed: Any, identity: Identity) -> Assessment:
-        """`compressed` is the model of `after`: it is asked about the source's continuations."""
+        """Compare a compressed model with its source.
+
+        `compressed` is the model that `after` was measured of: it is run once more, along the source's continuations.
+        """
         texts = self.compare_texts(before.losses, after.losses)
         generation = None
-        if before.written is not None and after.written is not None:
-            along = self.along(compressed, before.written, "compressed", identity)
+        if before.continuations is not None and after.continuations is not None:
+            predicted = self.predict_along(compressed, before.continuations, "compressed", identity)
             generation = compare_continuations(
-                self.tokenizer, self.prompts, before.written, after.written, along, self.context.seed
+                self.tokenizer, self.prompts, before.continuations, after.continuations, predicted, self.context.seed
             )
         return Assessment(
             whole=compare(before.losses, after.losses, self.context.confidence, self.context.seed),
             texts=texts,
-            allowed={name: self.budgets[name].dppl(e.baseline) for name, e in texts.items()},
+            allowed={name: self.budgets[name].allowed_rise(c.baseline) for name, c in texts.items()},
             tasks=self.compare_tasks(before.scores, after.scores),
             limits=self.limits,
             generation=generation,

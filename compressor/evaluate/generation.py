@@ -1,4 +1,4 @@
-"""Does it still talk? Greedy continuations of the same prompts by two models, side by side.
+"""Greedy continuations of the same prompts by two models, compared.
 
 Perplexity is an average over given text; a model can hold it and still fall into loops when it writes by itself.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.evaluate.perplexity import interval_of, resampled_means
+from compressor.evaluate.perplexity import bootstrap_interval, resample_means
 from compressor.models.offload import device_of
 from compressor.runtime.errors import InputError
 from compressor.runtime.progress import Progress
@@ -21,7 +21,7 @@ from compressor.text import Text, bos_prefix, read_text_file
 
 PROMPTS = 16
 PROMPT_TOKENS = 32
-REPEATED = 4  # a run of this many tokens that came before counts as repetition
+REPEATED_TOKENS = 4  # as many tokens in a row that came before in the same text count as repetition
 MORE_REPETITION = 0.1  # a rise in repetition, or fall in distinct pairs, that a reader would notice
 LEAST_AGREEMENT = 0.5
 
@@ -43,9 +43,9 @@ class GenerationCheck:
 
     prompts: int
     tokens: int
-    agreement: float  # of the next token, given the source's own words so far
-    same_prefix: float  # tokens until the two part, on average
-    distinct: dict[int, tuple[float, float]]
+    agreement: float  # share of the source's tokens that the compressed model finds most likely at their place
+    same_prefix: float  # tokens until the two texts differ, on average
+    distinct: dict[int, tuple[float, float]]  # n → share of different n-grams
     repetition: tuple[float, float]
     rise_ci95: tuple[float, float]
     warnings: list[str]
@@ -53,7 +53,7 @@ class GenerationCheck:
 
 
 def opening_prompts(text: Text, tokens: int, context: int | None) -> list[Tensor]:
-    """The beginnings of verification windows, spread evenly; what the model was never fitted to."""
+    """The beginnings of verification windows, evenly spread over a text that no replacement was fitted on."""
     windows = text.verification.windows
     length = min(PROMPT_TOKENS, text.seq_len // 2, (context or text.seq_len + tokens) - tokens)
     if length < 1:
@@ -86,7 +86,7 @@ def read_prompts(file: str, tokenizer: Any, tokens: int, context: int | None) ->
 
 @torch.no_grad()
 def continue_greedily(model: Any, prompts: Sequence[Tensor], tokens: int, progress: Progress, step: str) -> Tensor:
-    """The most likely next token, again and again: [prompts, tokens]. Ends of text do not end it."""
+    """The most likely next token, again and again: [prompts, tokens]. An end-of-text token does not stop it."""
     written = torch.zeros(len(prompts), tokens, dtype=torch.long)
     lengths = sorted({len(prompt) for prompt in prompts})
     work = [(length, position) for length in lengths for position in range(tokens)]
@@ -103,46 +103,48 @@ def continue_greedily(model: Any, prompts: Sequence[Tensor], tokens: int, progre
 
 
 @torch.no_grad()
-def choices_along(model: Any, prompts: Sequence[Tensor], written: Tensor, progress: Progress, step: str) -> Tensor:
+def predict_along(model: Any, prompts: Sequence[Tensor], written: Tensor, progress: Progress, step: str) -> Tensor:
     """The model's own most likely token at every position of a given continuation: [prompts, tokens]."""
-    found = torch.zeros_like(written)
+    choices = torch.zeros_like(written)
     for i, prompt in enumerate(progress.track(step, prompts, len(prompts))):
         ids = torch.cat([prompt, written[i]])[None, :-1].to(device_of(model))
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :]
-        found[i] = logits.argmax(-1).cpu()
-    return found
+        choices[i] = logits.argmax(-1).cpu()
+    return choices
 
 
-def runs(row: Tensor, size: int) -> list[tuple[int, ...]]:
-    words = row.tolist()
-    return [tuple(words[i : i + size]) for i in range(len(words) - size + 1)]
+def ngrams(row: Tensor, size: int) -> list[tuple[int, ...]]:
+    tokens = row.tolist()
+    return [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
 
 
-def distinct(row: Tensor, size: int) -> float:
-    """The share of runs of `size` tokens that are different from each other."""
-    found = runs(row, size)
-    return len(set(found)) / len(found) if found else 1.0
+def distinct_share(row: Tensor, size: int) -> float:
+    """How many different n-grams of `size` tokens a text has, as a share of all of its n-grams."""
+    grams = ngrams(row, size)
+    return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def compare_continuations(
-    tokenizer: Any, prompts: Sequence[Tensor], source: Tensor, compressed: Tensor, along: Tensor, seed: int = 0
+    tokenizer: Any, prompts: Sequence[Tensor], source: Tensor, compressed: Tensor, predicted: Tensor, seed: int = 0
 ) -> GenerationCheck:
-    """Compare what two models wrote; `along` is what the compressed one would have said at the source's every step."""
+    """Compare what two models wrote; `predicted` are the compressed model's choices along the source's text."""
     equal = source == compressed
-    agreement = (along == source).double().mean(1)
+    agreement = (predicted == source).double().mean(1)
     same = equal.long().cumprod(1).sum(1)
-    repetition = torch.tensor([[1 - distinct(row, REPEATED) for row in rows] for rows in (source, compressed)]).double()
-    pairs = torch.tensor([[distinct(row, 2) for row in rows] for rows in (source, compressed)]).double()
+    repetition = torch.tensor(
+        [[1 - distinct_share(row, REPEATED_TOKENS) for row in rows] for rows in (source, compressed)]
+    ).double()
+    pairs = torch.tensor([[distinct_share(row, 2) for row in rows] for rows in (source, compressed)]).double()
     rises = torch.stack([repetition[1] - repetition[0], pairs[0] - pairs[1]])
-    draws = resampled_means(rises, seed)
-    intervals = [interval_of(row, row.mean().item(), 0.95)[0] for row in draws]
+    draws = resample_means(rises, seed)
+    intervals = [bootstrap_interval(row, row.mean().item(), 0.95)[0] for row in draws]
     complaints = [
         (rises[0], intervals[0], "it repeats itself more than its source"),
         (rises[1], intervals[1], "its words are less varied than its source's"),
     ]
     warnings = [
-        f"{what} ({rise.mean():+.2f}, 95 % interval {low:+.2f} … {high:+.2f})"
-        for rise, (low, high), what in complaints
+        f"{complaint} ({rise.mean():+.2f}, 95 % interval {low:+.2f} … {high:+.2f})"
+        for rise, (low, high), complaint in complaints
         if rise.mean() >= MORE_REPETITION and low > 0
     ]
     if agreement.mean() < LEAST_AGREEMENT:
@@ -173,4 +175,4 @@ def compare_continuations(
 
 
 def mean_distinct(rows: Tensor, size: int) -> float:
-    return sum(distinct(row, size) for row in rows) / len(rows)
+    return sum(distinct_share(row, size) for row in rows) / len(rows)

@@ -1,4 +1,4 @@
-"""How fast: FLOPs per token by counting, prefill and decoding by the clock, always as a ratio within one run."""
+"""Speed before and after: FLOPs per token are counted; prefill and decoding are timed, both models in one run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from compressor.models.blocks import Block, modules_of, placement_of
 from compressor.models.offload import device_of, disk_weights_of
 from compressor.patch.tree import patched
 
-ROWS = 512
+TIMED_ROWS = 512
 REPEATS = 4
-SLOWER = 1.05  # times the own time of a block, and
-SLOWER_BY = 5e-5  # seconds more: beyond what two runs of the same module differ by
+# A replacement is slower than its block when it takes longer by this factor and by this many seconds: two runs of the
+# same module differ by less.
+SLOWER_FACTOR = 1.05
+SLOWER_SECONDS = 5e-5
 PREFILL_TOKENS = 1024
 DECODED = 16
 TURNS = 4
@@ -27,11 +29,11 @@ TURNS = 4
 
 @dataclass(frozen=True)
 class Speed:
-    """Of the compressed model against its source: FLOPs per token, and tokens per second measured in one run."""
+    """FLOPs per token, and tokens per second, of the source (before) and of the compressed model (after)."""
 
     flops_before: int
     flops_after: int
-    prefill_before: float | None  # None: the clock would time the disk that the weights are read from
+    prefill_before: float | None  # None where weights are read from disk: the clock would time the disk
     prefill_after: float | None
     decode_before: float | None
     decode_after: float | None
@@ -39,7 +41,7 @@ class Speed:
 
     @property
     def flops_ratio(self) -> float:
-        """How many times fewer."""
+        """How many times fewer FLOPs the compressed model needs."""
         return self.flops_before / self.flops_after
 
     @property
@@ -52,9 +54,9 @@ class Speed:
 
 
 def flops_per_token(model: Any, seq_len: int) -> int:
-    """Two per weight of every matrix that a token is multiplied with, and the attention over half a window.
+    """Two FLOPs per weight of every matrix that a token is multiplied with, and the attention over half a window.
 
-    The embedding is looked up, not multiplied; a head tied to it is.
+    An embedding is looked up and costs nothing; an output head that is tied to it is multiplied, and counts.
     """
     config = model.config.get_text_config()
     looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
@@ -66,7 +68,7 @@ def flops_per_token(model: Any, seq_len: int) -> int:
     return int(2 * weights + attention)
 
 
-def seconds(run: Callable[[], Any], device: torch.device) -> float:
+def time_call(run: Callable[[], Any], device: torch.device) -> float:
     began = time.perf_counter()
     run()
     if device.type == "cuda":
@@ -74,19 +76,23 @@ def seconds(run: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def alternate(first: Callable[[], Any], second: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
-    """The fastest of several runs of each, taking turns, so that a slow moment of the machine hits both."""
+def time_in_turns(
+    first: Callable[[], Any], second: Callable[[], Any], device: torch.device, repeats: int
+) -> list[float]:
+    """Seconds of the fastest run of each, taking turns, so that a slow moment of the machine hits both."""
     first()
     second()
-    found = [(seconds(first, device), seconds(second, device)) for _ in range(repeats)]
-    return [min(column) for column in zip(*found, strict=True)]
+    times = [(time_call(first, device), time_call(second, device)) for _ in range(repeats)]
+    return [min(column) for column in zip(*times, strict=True)]
 
 
 @torch.no_grad()
-def slower(model: Any, block: Block, replacement: Replacement) -> bool:
+def is_slower(model: Any, block: Block, replacement: Replacement) -> bool:
     """Whether a replacement takes longer than its block, on rows like those of a prefill."""
     parts = modules_of(model, block)
-    x = torch.randn(1, ROWS, block.width, generator=torch.Generator().manual_seed(0)).to(**placement_of(model, block))
+    x = torch.randn(1, TIMED_ROWS, block.width, generator=torch.Generator().manual_seed(0)).to(
+        **placement_of(model, block)
+    )
 
     def original() -> Tensor:
         first, *rest = parts
@@ -95,8 +101,8 @@ def slower(model: Any, block: Block, replacement: Replacement) -> bool:
             output = part(output)
         return output  # type: ignore[no-any-return]
 
-    own, other = alternate(original, lambda: replacement(x), x.device, REPEATS)
-    return other > SLOWER * own and other - own > SLOWER_BY
+    before, after = time_in_turns(original, lambda: replacement(x), x.device, REPEATS)
+    return after > SLOWER_FACTOR * before and after - before > SLOWER_SECONDS
 
 
 @torch.no_grad()
@@ -122,7 +128,7 @@ def measure_speed(model: Any, blocks: list[Block], fits: Mapping[int, Replacemen
             token = output.logits[:, -1:].argmax(-1)
             output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
 
-        return statistics.median(seconds(step, device_of(model)) for _ in range(steps - 1))
+        return statistics.median(time_call(step, device_of(model)) for _ in range(steps - 1))
 
     prefills: tuple[list[float], list[float]] = ([], [])
     decodes: tuple[list[float], list[float]] = ([], [])
@@ -131,7 +137,7 @@ def measure_speed(model: Any, blocks: list[Block], fits: Mapping[int, Replacemen
             with patched(model, blocks, modules):
                 if turn == 0:
                     model(input_ids=batch, use_cache=False)
-                prefills[which].append(seconds(lambda: model(input_ids=batch, use_cache=False), device_of(model)))
+                prefills[which].append(time_call(lambda: model(input_ids=batch, use_cache=False), device_of(model)))
                 decodes[which].append(decode())
     tokens = batch.numel()
     return Speed(

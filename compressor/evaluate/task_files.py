@@ -1,7 +1,7 @@
 """lm-eval tasks as files: find them by name, and refuse what is wrong with them before anything heavy is imported.
 
-lm-eval itself indexes all of its 14,000 tasks to find one, passes over a YAML file that it cannot read, and leaves a
-broken line of data to an exception that does not name it.
+lm-eval itself indexes all of its 14,000 tasks to find one, skips a YAML file that it cannot read, and reports a broken
+line of data without saying where it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ BUILT_IN = Path(__file__).parents[1] / "demo" / "tasks"
 BUILT_IN_TASK = "demo_last_word"
 LOCAL_FORMATS = {"json": (".json", ".jsonl"), "csv": (".csv",), "parquet": (".parquet",), "text": (".txt",)}
 TASK_ALTERNATIVES = f"use --task-path DIR with a YAML on a local JSONL file, or the built-in {BUILT_IN_TASK}"
-GROUP_KEYS = {"group", "group_alias", "task", "tag", "aggregate_metric_list", "metadata"}  # the rest is for its tasks
+# Keys of a group that are about the group itself; all others are passed on to its tasks.
+GROUP_KEYS = {"group", "group_alias", "task", "tag", "aggregate_metric_list", "metadata"}
 Config = dict[str, Any]
 
 
@@ -39,17 +40,17 @@ class TaskFile:
     metric: str | None
     file: Path
     config: Config
-    overrides: Config = field(default_factory=dict)  # from the group that it was found in
+    overrides: Config = field(default_factory=dict)  # keys that its group sets
 
     @property
     def packaged(self) -> bool:
-        """Whether it came with lm-eval, whose code the user installed."""
+        """Whether the task is one of lm-eval's own: its code was installed with lm-eval."""
         folder = packaged_tasks()
         return folder is not None and folder in self.file.parents
 
     @property
     def data_files(self) -> dict[str, list[Path]] | None:
-        """Local data by split, or None when they are a hub's. A relative path counts from the YAML, else from here."""
+        """Local data files by split, or None for data of the Hub. Relative paths start at the YAML file, else here."""
         given = (self.config.get("dataset_kwargs") or {}).get("data_files")
         if self.config.get("dataset_path") not in LOCAL_FORMATS or not given:
             return None
@@ -64,30 +65,30 @@ class TaskFile:
         return beside if beside.exists() else Path(name).expanduser().absolute()
 
 
-class Code(str):
-    """`!function module.name`, not resolved: finding a task runs nothing."""
+class CodeReference(str):
+    """`!function module.name` in a YAML file, as text: no code runs while tasks are looked for."""
 
 
-class Loader(PlainLoader):
-    """Plain values, and code as text. Some of lm-eval's own files have a key twice."""
+class TaskLoader(PlainLoader):
+    """Reads plain values, and code as text. A key may stand twice, as it does in some of lm-eval's own files."""
 
 
-Loader.add_constructor("!function", lambda _, node: Code(node.value))
+TaskLoader.add_constructor("!function", lambda _, node: CodeReference(node.value))
 
 
 def packaged_tasks() -> Path | None:
-    """lm-eval's own tasks, without importing it."""
+    """The directory of lm-eval's own tasks, found without importing it."""
     spec = importlib.util.find_spec("lm_eval")
     folders = list(spec.submodule_search_locations or []) if spec else []
     return Path(folders[0]).resolve() / "tasks" if folders else None
 
 
 def read_config(file: Path, seen: tuple[Path, ...] = ()) -> Config:
-    """A task's YAML with what it includes."""
+    """A task's YAML, merged over the files that it includes. `seen` are the files that led here."""
     if file in seen:
         raise InputError(f"task file {file} includes itself")
     try:
-        config = parse_yaml(file, Loader)
+        config = parse_yaml(file, TaskLoader)
     except FileNotFoundError:
         raise InputError(f"task file {seen[-1] if seen else file} includes {file}, which does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -104,7 +105,7 @@ def read_config(file: Path, seen: tuple[Path, ...] = ()) -> Config:
 
 
 class Catalogue:
-    """The task files of some directories, of the built-in task, and those of lm-eval that mention a name."""
+    """The task files of the given directories, of the built-in task, and those of lm-eval that were needed so far."""
 
     def __init__(self, paths: list[str]) -> None:
         self.broken: list[InputError] = []
@@ -113,10 +114,10 @@ class Catalogue:
             folder = Path(name).expanduser()
             if not folder.is_dir():
                 raise InputError(f"--task-path {name} is not a directory; give one that holds lm-eval YAML files")
-            found = sorted(folder.resolve().rglob("*.yaml"))
-            if not found:
+            files = sorted(folder.resolve().rglob("*.yaml"))
+            if not files:
                 raise InputError(f"--task-path {name} holds no .yaml files; give a directory of lm-eval tasks")
-            self.add(found)
+            self.add(files)
         self.add(sorted(BUILT_IN.resolve().glob("*.yaml")))
 
     def add(self, files: list[Path], packaged: bool = False) -> None:
@@ -131,20 +132,21 @@ class Catalogue:
 
     def find(self, name: str) -> list[tuple[Path, Config]]:
         """The file of a task or group, or all files that carry a tag; local ones win over lm-eval's."""
-        found = self.matching(name)
-        if not found and self.broken:  # it may stand in the file that cannot be read
+        matches = self.match(name)
+        if not matches and self.broken:  # the task may be in the file that cannot be read
             raise self.broken[0]
-        for files in (self.named, self.mentioned):  # a file of that name is the quick way
-            if not found:
-                self.add(list(files(name)), packaged=True)
-                found = self.matching(name)
-        if len(found) != 1 or found[0][1].get("task") != name:  # a tag or group: files beside it may include its own
-            for folder in {file.parent for file, _ in found}:
+        for search in (self.packaged_named, self.packaged_mentioning):  # the quick way first
+            if not matches:
+                self.add(list(search(name)), packaged=True)
+                matches = self.match(name)
+        if len(matches) != 1 or matches[0][1].get("task") != name:  # a tag or group: its tasks may be beside it
+            for folder in {file.parent for file, _ in matches}:
                 self.add(sorted(folder.rglob("*.yaml")), packaged=True)
-            found = self.matching(name)
-        return found
+            matches = self.match(name)
+        return matches
 
-    def matching(self, name: str) -> list[tuple[Path, Config]]:
+    def match(self, name: str) -> list[tuple[Path, Config]]:
+        """The file of a task or group of this name, or all files with this tag, among those read so far."""
         for key in ("task", "group"):
             exact = [(file, config) for file, config in self.files.items() if config.get(key) == name]
             if exact:
@@ -158,14 +160,14 @@ class Catalogue:
         folder = packaged_tasks()
         return sorted(folder.rglob("*.yaml")) if folder else []
 
-    def named(self, name: str) -> Iterator[Path]:
+    def packaged_named(self, name: str) -> Iterator[Path]:
         return (file for file in self.packaged if file.stem == name)
 
-    def mentioned(self, name: str) -> Iterator[Path]:
+    def packaged_mentioning(self, name: str) -> Iterator[Path]:
         word = re.compile(rb"(?<![\w-])" + re.escape(name.encode()) + rb"(?![\w-])")
         return (file for file in self.packaged if word.search(file.read_bytes()))
 
-    def unknown(self, name: str) -> InputError:
+    def unknown_task(self, name: str) -> InputError:
         names = [
             str(c.get(key)) for c in self.files.values() for key in ("task", "group") if isinstance(c.get(key), str)
         ]
@@ -182,44 +184,45 @@ def as_list(value: Any) -> list[Any]:
 def find_tasks(names: list[str], paths: list[str]) -> list[TaskFile]:
     """The tasks that these names stand for (`name`, `name:metric`, a group or a tag), each once."""
     catalogue = Catalogue(paths)
-    found: dict[str, TaskFile] = {}
+    tasks: dict[str, TaskFile] = {}
     for asked in names:
         name, metric = asked, None
-        if not catalogue.matching(asked) and ":" in asked:
+        if not catalogue.match(asked) and ":" in asked:
             name, _, metric = asked.rpartition(":")
-        for task in expand(catalogue, name, asked, metric, {}, ()):
-            found.setdefault(task.name, task)
-    return list(found.values())
+        for task in expand_name(catalogue, name, asked, metric, {}, ()):
+            tasks.setdefault(task.name, task)
+    return list(tasks.values())
 
 
-def expand(
+def expand_name(
     catalogue: Catalogue, name: str, asked: str, metric: str | None, overrides: Config, inside: tuple[str, ...]
 ) -> Iterator[TaskFile]:
+    """The tasks that a name stands for. `inside` are the groups around it, `overrides` the keys that they set."""
     entries = catalogue.find(name)
     if not entries or name in inside:
-        raise catalogue.unknown(name)
+        raise catalogue.unknown_task(name)
     for file, config in entries:
         members = config.get("task")
         if isinstance(members, str):
             yield TaskFile(members, asked, metric, file, config | overrides, overrides)
             continue
         shared = {key: value for key, value in config.items() if key not in GROUP_KEYS}
-        if next(code_in(shared), None) is not None:
+        if next(find_code(shared), None) is not None:
             raise InputError(f"group {name!r} in {file} gives its tasks Python code; name the tasks themselves")
         for member in as_list(members):
-            own = {key: value for key, value in member.items() if key != "task"} if isinstance(member, dict) else {}
+            changes = {key: value for key, value in member.items() if key != "task"} if isinstance(member, dict) else {}
             child = member.get("task") if isinstance(member, dict) else member
             if not isinstance(child, str):
                 raise InputError(f"group {name!r} in {file} has a member that is not the name of a task: {member!r}")
-            yield from expand(catalogue, child, asked, metric, shared | overrides | own, (*inside, name))
+            yield from expand_name(catalogue, child, asked, metric, shared | overrides | changes, (*inside, name))
 
 
 def refuse_unusable(tasks: list[TaskFile], trust_remote_code: bool) -> None:
-    """Everything that can be said without importing lm-eval: code that is not trusted, data that are not there."""
+    """Refuse tasks with code that is not trusted or data that do not exist, without importing lm-eval."""
     hub: list[tuple[TaskFile, str]] = []
     for task in tasks:
         if not task.packaged and not trust_remote_code:
-            code = next(iter(code_in(task.config)), None)
+            code = next(iter(find_code(task.config)), None)
             if code is not None:
                 raise InputError(
                     f"task {task.name} ({task.file}) runs Python code ({code}); pass --trust-remote-code to allow it"
@@ -245,7 +248,7 @@ def refuse_unusable(tasks: list[TaskFile], trust_remote_code: bool) -> None:
             continue
         for file in (file for split in files.values() for file in split):
             check_data(task, file)
-    missing = [(task, path) for task, path in hub if not cached(path)]
+    missing = [(task, path) for task, path in hub if not is_cached(path)]
     offline = why_unreachable() if missing else None
     if offline:
         task, path = missing[0]
@@ -258,12 +261,12 @@ def refuse_unusable(tasks: list[TaskFile], trust_remote_code: bool) -> None:
 def refuse_early(
     names: list[str] | None, paths: list[str] | None, recipe: Path | None, trust_remote_code: bool
 ) -> None:
-    """Refuse the tasks of options, else of a recipe; what else is wrong with the recipe is told when it is read."""
-    recorded: Any = {}
+    """Refuse the tasks of the options, else of a recipe. Other mistakes in the recipe are reported when it is read."""
+    settings: Any = {}
     with suppress(OSError, ValueError):
-        recorded = parse_yaml(recipe) if recipe else {}
-    recorded = recorded if isinstance(recorded, dict) else {}
-    asked, folders = as_list(names or recorded.get("tasks")), as_list(paths or recorded.get("task_path"))
+        settings = parse_yaml(recipe) if recipe else {}
+    settings = settings if isinstance(settings, dict) else {}
+    asked, folders = as_list(names or settings.get("tasks")), as_list(paths or settings.get("task_path"))
     words = [part.strip() for word in asked if isinstance(word, str) for part in word.split(",")]
     if any(words):
         refuse_unusable(
@@ -271,18 +274,18 @@ def refuse_early(
         )
 
 
-def code_in(value: Any) -> Iterator[str]:
-    """Python that a configuration would run."""
-    if isinstance(value, Code):
+def find_code(value: Any) -> Iterator[str]:
+    """The references to Python code in a configuration."""
+    if isinstance(value, CodeReference):
         yield str(value)
     elif isinstance(value, dict):
-        yield from (found for item in value.values() for found in code_in(item))
+        yield from (code for item in value.values() for code in find_code(item))
     elif isinstance(value, list):
-        yield from (found for item in value for found in code_in(item))
+        yield from (code for item in value for code in find_code(item))
 
 
-def cached(dataset: str) -> bool:
-    """Whether datasets could have this without a network; it has the last word on that."""
+def is_cached(dataset: str) -> bool:
+    """Whether a data set seems to be in the local cache. Only loading it shows that it is whole."""
     from huggingface_hub import constants
 
     home = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets")
@@ -291,7 +294,7 @@ def cached(dataset: str) -> bool:
 
 
 def check_data(task: TaskFile, file: Path) -> None:
-    """A data file that exists, is not empty, and whose every line can be read."""
+    """Refuse a data file that does not exist, is empty, or has a line that cannot be read."""
     where = f"task {task.name}: data file {file}"
     if not file.is_file():
         raise InputError(f"{where} does not exist; paths count from the YAML file, or from the working directory")

@@ -1,8 +1,8 @@
 """lm-eval tasks, scored document by document, so that two models are compared in pairs.
 
-Traps of lm-eval that are kept away here: it ties the weights of the model it is given anew; it renders task templates
-with all of Python in reach; it changes the tokenizer's pad token; its longest sequence defaults to the model's context;
-its few-shot examples depend on what was drawn before; and where there is no network it takes long to say so.
+lm-eval has habits that this module works around: it ties the weights of the model it is given anew; its task templates
+can run any Python code; it changes the tokenizer's pad token; its longest sequence defaults to the model's context; its
+few-shot examples depend on which documents were drawn before; and without a network it takes long to fail.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.evaluate.perplexity import interval_of, logits_batch, resampled_means
+from compressor.evaluate.perplexity import bootstrap_interval, limit_batch_size, resample_means
 from compressor.evaluate.task_files import TASK_ALTERNATIVES, TaskFile, find_tasks, refuse_unusable
 from compressor.models.load import quiet
 from compressor.models.offload import device_of
@@ -32,8 +32,8 @@ from compressor.runtime.progress import Progress
 from compressor.text import datasets_offline
 
 FEWSHOT_SEED = 1234  # lm-eval's own default
-LONGEST = 2048  # tokens: a longer default makes rolling tasks build gigabytes of logits
-AGGREGATIONS = ("mean", "nanmean", "perplexity")  # of one number per document
+LONGEST_SEQUENCE = 2048  # tokens: with more, tasks that score whole texts would need gigabytes of logits
+AGGREGATIONS = ("mean", "nanmean", "perplexity")  # those that need one number per document
 Scores = dict[str, Tensor]  # metric → its value for every document
 
 
@@ -43,17 +43,17 @@ class Task:
 
     name: str
     aliases: tuple[str, ...]  # what the user called it, with and without the metric
-    metric: str  # the one that budgets are held against
+    metric: str  # the one that its budget is about
     metrics: tuple[str, ...]
     better: int  # +1 when more of the metric is better, else −1
     documents: int
     sha256: str  # of its configuration and documents
     source: str
-    body: Any = field(repr=False)  # lm-eval's own object
+    lm_eval_task: Any = field(repr=False)  # lm-eval's own object
 
     def total(self, metric: str, values: Tensor) -> float:
         """A metric of all documents, as lm-eval would print it."""
-        return float(self.body.aggregation()[metric](values.tolist()))
+        return float(self.lm_eval_task.aggregation()[metric](values.tolist()))
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,18 @@ class TaskChange:
     metrics: dict[str, tuple[float, float]]
 
 
-def open_tasks(names: Sequence[str], paths: Sequence[str], limit: int | None, trust_remote_code: bool) -> list[Task]:
-    """Find, check and load tasks, or say in one line what is wrong with one."""
+def load_tasks(names: Sequence[str], paths: Sequence[str], limit: int | None, trust_remote_code: bool) -> list[Task]:
+    """Find, check and load tasks. InputError says what is wrong with one."""
     files = find_tasks(list(names), list(paths))
     refuse_unusable(files, trust_remote_code)
     offline = why_unreachable() if any(file.data_files is None for file in files) else None
-    return [open_task(file, limit, offline, trust_remote_code or file.packaged) for file in files]
+    return [load_task(file, limit, offline, trust_remote_code or file.packaged) for file in files]
 
 
-def open_task(file: TaskFile, limit: int | None, offline: str | None, trusted: bool) -> Task:
-    local = file.data_files
+def load_task(file: TaskFile, limit: int | None, offline: str | None, trusted: bool) -> Task:
+    data_files = file.data_files
     dataset = str(file.config.get("dataset_path"))
-    with silent(), datasets_offline(local is not None or offline is not None):
+    with silenced(), datasets_offline(data_files is not None or offline is not None):
         from lm_eval import utils
         from lm_eval.tasks import TaskManager
         from lm_eval.tasks._yaml_loader import load_yaml
@@ -90,10 +90,10 @@ def open_task(file: TaskFile, limit: int | None, offline: str | None, trusted: b
             refuse_foreign_metrics(file)
         try:
             config = load_yaml(file.file) | file.overrides | {"task": file.name}
-            if local is not None:
-                data = {split: [str(path) for path in paths] for split, paths in local.items()}
+            if data_files is not None:
+                data = {split: [str(path) for path in paths] for split, paths in data_files.items()}
                 config["dataset_kwargs"] = {**config["dataset_kwargs"], "data_files": data}
-            with replaced(utils, "env", sandbox(utils.env)):
+            with replaced_attribute(utils, "env", sandbox_templates(utils.env)):
                 body = TaskManager(include_defaults=False).load([config])["tasks"][file.name]
             documents = list(body.eval_docs)[:limit]
         except Exception as error:  # lm-eval and datasets raise a dozen unrelated types
@@ -105,29 +105,31 @@ def open_task(file: TaskFile, limit: int | None, offline: str | None, trusted: b
         raise InputError(f"task {file.name} ({file.file}) has no documents")
     metrics = [name for name, function in body.aggregation().items() if function.__name__ in AGGREGATIONS]
     means = [name for name in metrics if body.aggregation()[name].__name__ == "mean"]
-    chosen = file.metric or next(iter(means), None)
-    if chosen is None or chosen not in means:
-        have = ", ".join(means) or "none"
-        what = f"no metric {file.metric!r}" if file.metric else "no metric that is a mean over documents"
-        raise InputError(f"task {file.name} has {what} (those that can be compared: {have}); for perplexity use --text")
+    metric = file.metric or next(iter(means), None)
+    if metric is None or metric not in means:
+        known = ", ".join(means) or "none"
+        lack = f"no metric {file.metric!r}" if file.metric else "no metric that is a mean over documents"
+        raise InputError(
+            f"task {file.name} has {lack} (those that can be compared: {known}); for perplexity use --text"
+        )
     if body.get_config("num_fewshot") is None:
         body.set_config(key="num_fewshot", value=0)
-    described = {"config": file.config, "documents": documents, "fewshot": body.get_config("num_fewshot")}
+    contents = {"config": file.config, "documents": documents, "fewshot": body.get_config("num_fewshot")}
     return Task(
         name=file.name,
         aliases=(file.asked, file.asked.removesuffix(f":{file.metric}")),
-        metric=chosen,
+        metric=metric,
         metrics=tuple(metrics),
-        better=-1 if body.higher_is_better().get(chosen) is False else 1,  # None: lm-eval does not know
+        better=-1 if body.higher_is_better().get(metric) is False else 1,  # None: lm-eval does not know
         documents=len(documents),
-        sha256=hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest(),
-        source=", ".join(str(f) for split in local.values() for f in split) if local else dataset,
-        body=body,
+        sha256=hashlib.sha256(json.dumps(contents, sort_keys=True, default=str).encode()).hexdigest(),
+        source=", ".join(str(f) for split in data_files.values() for f in split) if data_files else dataset,
+        lm_eval_task=body,
     )
 
 
 def refuse_foreign_metrics(file: TaskFile) -> None:
-    """lm-eval looks for a metric that it does not have among scripts, here and on the Hub, and runs what it finds."""
+    """Refuse a metric that lm-eval does not know: it would run a script of that name, from this machine or the Hub."""
     from lm_eval.api.registry import METRIC_REGISTRY
 
     metrics = file.config.get("metric_list") or []
@@ -145,8 +147,8 @@ def task_key(task: Task, max_length: int) -> dict[str, Any]:
     return {"task": task.name, "sha256": task.sha256, "max_length": max_length, "lm_eval": version("lm-eval")}
 
 
-def longest(model: Any) -> int:
-    return min(context_length(model) or LONGEST, LONGEST)
+def longest_sequence(model: Any) -> int:
+    return min(context_length(model) or LONGEST_SEQUENCE, LONGEST_SEQUENCE)
 
 
 def score(
@@ -158,37 +160,41 @@ def score(
     step: str = "task",
     only: Sequence[int] | None = None,
 ) -> Scores:
-    """Every metric of every document (or of the documents `only`), by lm-eval's HFLM. The model is left as it was."""
+    """Every metric of every document (or of the documents `only`), by lm-eval's HFLM. The model is not changed."""
     context = context or RunContext()
-    prefix = prefix_of(model, tokenizer, task)
+    prefix = find_prefix_token(model, tokenizer, task)
     with ExitStack() as stack:
-        stack.enter_context(silent())
+        stack.enter_context(silenced())
         stack.enter_context(quiet())
         if only is not None:
-            stack.enter_context(replaced(task.body, "build_all_requests", request_only(task, only)))
-        stack.enter_context(replaced(model, "tie_weights", lambda *_, **__: None))
+            stack.enter_context(
+                replaced_attribute(task.lm_eval_task, "build_all_requests", request_documents(task, only))
+            )
+        stack.enter_context(replaced_attribute(model, "tie_weights", lambda *_, **__: None))
         from lm_eval import api, evaluator, utils
         from lm_eval.models import huggingface
 
-        stack.enter_context(replaced(utils, "env", sandbox(utils.env)))
-        bar = bar_class(context.progress, f"{step} {task.name}")
-        stack.enter_context(replaced(huggingface, "tqdm", bar))
+        stack.enter_context(replaced_attribute(utils, "env", sandbox_templates(utils.env)))
+        bar = make_bar_class(context.progress, f"{step} {task.name}")
+        stack.enter_context(replaced_attribute(huggingface, "tqdm", bar))
         for module in (api.model, api.task):
-            stack.enter_context(replaced(module, "tqdm", lambda items, **_: items))
+            stack.enter_context(replaced_attribute(module, "tqdm", lambda items, **_: items))
         try:
             lm = huggingface.HFLM(
                 pretrained=model,
                 tokenizer=copy.deepcopy(tokenizer),
                 backend="causal",
-                batch_size=logits_batch(model, longest_request(task, tokenizer, longest(model)), context.batch_size),
-                max_length=longest(model),
+                batch_size=limit_batch_size(
+                    model, longest_request(task, tokenizer, longest_sequence(model)), context.batch_size
+                ),
+                max_length=longest_sequence(model),
                 prefix_token_id=prefix,
             )
-            lm._device = device_of(model)  # of a model whose weights are on disk it would be none
-            task.body.set_fewshot_seed(seed=FEWSHOT_SEED)
+            lm._device = device_of(model)  # lm-eval finds no device where the weights are on disk
+            task.lm_eval_task.set_fewshot_seed(seed=FEWSHOT_SEED)
             results = evaluator.evaluate(
                 lm=lm,
-                task_dict={"tasks": {task.name: task.body}},
+                task_dict={"tasks": {task.name: task.lm_eval_task}},
                 limit=None if only is not None else task.documents,
                 samples=None if only is None else {task.name: list(only)},
                 bootstrap_iters=0,
@@ -199,20 +205,21 @@ def score(
         except Exception as error:
             reason = f"{type(error).__name__}: {reason_of(error)}"
             if isinstance(error, AssertionError):
-                reason = f"a document's answer does not fit into the {longest(model)} tokens that the model can take"
+                most = longest_sequence(model)
+                reason = f"a document's answer does not fit into the {most} tokens that the model can take"
             raise InputError(f"task {task.name} cannot be run: {reason}") from error
     samples = results["samples"][task.name]
-    first = samples[0]["filter"]
-    rows = sorted((row for row in samples if row["filter"] == first), key=lambda row: int(row["doc_id"]))
+    first_filter = samples[0]["filter"]
+    rows = sorted((row for row in samples if row["filter"] == first_filter), key=lambda row: int(row["doc_id"]))
     names = [name for name in task.metrics if name in rows[0]]
     if task.metric not in names:
         raise InputError(f"task {task.name} gave no {task.metric} for its documents; it gave {', '.join(names)}")
     return {name: torch.tensor([float(row[name]) for row in rows], dtype=torch.float64) for name in names}
 
 
-def prefix_of(model: Any, tokenizer: Any, task: Task) -> int | None:
-    """The token before a text with nothing before it; None: lm-eval takes the tokenizer's beginning or end."""
-    if tokenizer.eos_token_id is None and task.body.OUTPUT_TYPE == "generate_until":
+def find_prefix_token(model: Any, tokenizer: Any, task: Task) -> int | None:
+    """The token that begins a text without a prompt. None: the tokenizer has one that lm-eval takes by itself."""
+    if tokenizer.eos_token_id is None and task.lm_eval_task.OUTPUT_TYPE == "generate_until":
         raise InputError(f"task {task.name} writes until the end, but the tokenizer has no eos_token; give it one")
     if tokenizer.bos_token_id is not None or tokenizer.eos_token_id is not None:
         return None
@@ -221,33 +228,36 @@ def prefix_of(model: Any, tokenizer: Any, task: Task) -> int | None:
 
 
 def longest_request(task: Task, tokenizer: Any, most: int) -> int:
-    """Tokens of the longest request: what a batch of logits must have room for."""
-    task.body.set_fewshot_seed(seed=FEWSHOT_SEED)
-    task.body.build_all_requests(limit=task.documents, rank=0, world_size=1)
-    texts = sorted(("".join(map(str, i.args)) for i in task.body.instances), key=len, reverse=True)[:16]
+    """Tokens of the longest request, which decides how many requests fit into a batch."""
+    task.lm_eval_task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    task.lm_eval_task.build_all_requests(limit=task.documents, rank=0, world_size=1)
+    texts = sorted(("".join(map(str, i.args)) for i in task.lm_eval_task.instances), key=len, reverse=True)[:16]
     return min(most, max(len(tokenizer(text, verbose=False)["input_ids"]) for text in texts))
 
 
-def request_only(task: Task, only: Sequence[int]) -> Any:
-    """Few-shot examples are drawn from document to document: all requests are built, then those wanted are kept."""
-    build = task.body.build_all_requests
-    place = {document: number for number, document in enumerate(only)}
+def request_documents(task: Task, only: Sequence[int]) -> Any:
+    """A method for lm-eval's task that requests only these documents, with the few-shot examples of a whole run.
 
-    def build_some(**options: Any) -> None:
+    Few-shot examples depend on the documents before, so all requests are built and the others are dropped.
+    """
+    build = task.lm_eval_task.build_all_requests
+    numbers = {document: number for number, document in enumerate(only)}
+
+    def build_selected(**options: Any) -> None:
         build(**{**options, "limit": task.documents, "samples": None})
-        kept = [instance for instance in task.body.instances if instance.doc_id in place]
-        for instance in kept:
-            instance.doc_id = place[instance.doc_id]
-        task.body._instances = kept
+        selected = [instance for instance in task.lm_eval_task.instances if instance.doc_id in numbers]
+        for instance in selected:
+            instance.doc_id = numbers[instance.doc_id]
+        task.lm_eval_task._instances = selected
 
-    return build_some
+    return build_selected
 
 
 def compare_scores(task: Task, before: Scores, after: Scores, confidence: float = 0.95, seed: int = 0) -> TaskChange:
-    """Resample documents, the same for both models: what a document costs both of them is no difference."""
+    """The fall in score, with a paired bootstrap: documents are drawn again, the same for both models."""
     fall = task.better * (before[task.metric] - after[task.metric])
     drop = fall.mean().item()
-    interval, upper = interval_of(resampled_means(fall[None], seed)[0], drop, confidence)
+    interval, upper = bootstrap_interval(resample_means(fall[None], seed)[0], drop, confidence)
     return TaskChange(
         source=before[task.metric].mean().item(),
         compressed=after[task.metric].mean().item(),
@@ -260,7 +270,7 @@ def compare_scores(task: Task, before: Scores, after: Scores, confidence: float 
     )
 
 
-def lost_documents(task: Task, before: Scores, after: Scores, most: int) -> list[int]:
+def find_lost_documents(task: Task, before: Scores, after: Scores, most: int) -> list[int]:
     """The documents on which the compressed model does worse, the worst first."""
     fall = task.better * (before[task.metric] - after[task.metric])
     order = fall.argsort(descending=True, stable=True)[:most]
@@ -268,9 +278,9 @@ def lost_documents(task: Task, before: Scores, after: Scores, most: int) -> list
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of lm-eval or of the model that is another for a while."""
-    before = vars(owner).get(name, owner)  # `owner` itself: there was none
+def replaced_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside the context, an attribute of `owner` has another value."""
+    before = vars(owner).get(name, owner)  # `owner` itself stands for no value
     setattr(owner, name, value)
     try:
         yield
@@ -281,8 +291,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
 
 
-def sandbox(environment: Any) -> Any:
-    """The same template environment, without the way from a template to all of Python."""
+def sandbox_templates(environment: Any) -> Any:
+    """The same jinja2 environment, in which templates cannot run arbitrary Python code."""
     from jinja2.sandbox import SandboxedEnvironment
 
     safe = SandboxedEnvironment(
@@ -294,8 +304,8 @@ def sandbox(environment: Any) -> Any:
     return safe
 
 
-def bar_class(progress: Progress, label: str) -> Any:
-    """Stands in for tqdm inside lm-eval: one bar per task, in this tool's own style."""
+def make_bar_class(progress: Progress, label: str) -> Any:
+    """A class that replaces tqdm inside lm-eval: one progress bar per task, in this tool's style."""
 
     class Bar:
         def __init__(self, items: Any = None, *, total: int | None = None, **_: Any) -> None:
@@ -320,13 +330,13 @@ def bar_class(progress: Progress, label: str) -> Any:
 
 
 @contextmanager
-def silent() -> Iterator[None]:
-    """lm-eval, datasets and fsspec log and draw bars of their own; restored after."""
+def silenced() -> Iterator[None]:
+    """Inside the context, lm-eval and datasets neither log nor draw progress bars."""
     loggers: Mapping[str, logging.Logger] = {name: logging.getLogger(name) for name in ("lm_eval", "datasets")}
     levels = {name: logger.level for name, logger in loggers.items()}
     import datasets
 
-    bars = datasets.utils.is_progress_bar_enabled()
+    had_bars = datasets.utils.is_progress_bar_enabled()
     datasets.utils.disable_progress_bars()
     for logger in loggers.values():
         logger.setLevel(logging.CRITICAL)
@@ -335,5 +345,5 @@ def silent() -> Iterator[None]:
     finally:
         for name, logger in loggers.items():
             logger.setLevel(levels[name])
-        if bars:
+        if had_bars:
             datasets.utils.enable_progress_bars()

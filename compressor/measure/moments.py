@@ -1,7 +1,7 @@
-"""Streaming float64 moments of the rows (x, y) of one block.
+"""Streaming float64 moments of the rows of one block.
 
-The sums are kept about their own mean and merged as Chan, Golub and LeVeque do, so that a huge mean does not eat the
-digits of the covariance, and so that batches, processes and machines merge by `add`.
+A row is one token position: the block's input x there, and its output y. The sums are kept about their own mean and
+merged as Chan, Golub and LeVeque do, so that a large mean costs the covariance no digits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Moments:
     mean_y: Tensor
     xx: Tensor  # Σ w (x−x̄)(x−x̄)ᵀ
     xy: Tensor
-    yy: Tensor  # the whole matrix, or its diagonal where only variances are needed: that saves a quarter of the work
+    yy: Tensor  # the whole matrix, or only its diagonal, which saves a quarter of the work
 
     @classmethod
     def zeros(cls, width_x: int, width_y: int, device: torch.device | str = "cpu", *, whole_yy: bool = True) -> Moments:
@@ -81,7 +81,7 @@ class Moments:
         return self.yy.diagonal() if self.whole_yy else self.yy
 
     def add(self, other: Moments) -> None:
-        """Merge the moments of other rows into these, in place: new matrices per batch would fragment the heap."""
+        """Merge the moments of other rows into these, in place: new matrices for every batch would fragment memory."""
         total = self.weight + other.weight
         if other.rows == 0 or total == 0:
             return
@@ -99,8 +99,8 @@ class Moments:
         self.weight.copy_(total)
         self.rows += other.rows
 
-    def move_to(self, mean_x: Tensor, mean_y: Tensor) -> None:
-        """Make these the second moments about other means, in place."""
+    def recentre(self, mean_x: Tensor, mean_y: Tensor) -> None:
+        """Make these the second moments about other means, in place. The weight and the rows stay."""
         shift_x, shift_y, weight = self.mean_x - mean_x, self.mean_y - mean_y, self.weight.item()
         self.xx.addr_(shift_x, shift_x, alpha=weight)
         self.xy.addr_(shift_x, shift_y, alpha=weight)
@@ -112,7 +112,7 @@ class Moments:
         self.mean_y.copy_(mean_y)
 
     def about(self, mean_x: Tensor, mean_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(xx, xy, yy) about other means: what a map that was centred elsewhere sees of these rows."""
+        """(xx, xy, yy) about other means, such as those of the rows that a map was fitted on."""
         shift_x, shift_y = self.mean_x - mean_x, self.mean_y - mean_y
         return (
             self.xx + self.weight * torch.outer(shift_x, shift_x),

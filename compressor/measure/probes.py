@@ -1,7 +1,8 @@
-"""Probes on a block's rows: what its residual is not (a bilinear probe), and how far a trained linear map falls short.
+"""Probes on a block's rows: how much of what a linear map misses is bilinear, and how far a trained linear map falls
+short of the closed form. Also blocks on the inputs of another model.
 
-Both need rows, not moments. The windows are carried through the model layer by layer, so that the rows of one block are
-in memory at a time; where even those are too many, windows are drawn from them.
+Probes need the rows themselves, not only their moments. The windows are carried through the model layer by layer, so
+that the rows of only one block are in memory; where even those are too many, some of the windows are sampled.
 """
 
 from __future__ import annotations
@@ -24,16 +25,15 @@ from compressor.runtime.progress import Progress
 from compressor.runtime.resources import available_memory
 from compressor.text import HELD_OUT_EVERY, Text
 
-ROWS = 4096  # run through a block at a time
-
-MEMORY_SHARE = 0.5
-COPIES = 10  # of a block's rows that a probe has in memory at once, inputs and outputs, most of them float32
+ROWS_AT_A_TIME = 4096  # summed, or run through a block, at a time
+MEMORY_SHARE = 0.5  # of the free memory that a probe may use
+COPIES = 10  # of a block's rows, in float32, that a probe has in memory at once
 BILINEAR_RANK = 16
-SUBSPACE = 8  # directions and rounds in which leading eigenvectors are looked for
-ROUND, MOST_ROUNDS = 10, 40  # iterations between two looks at convergence
-CONVERGED = (1e-5, 1e-3)  # growth in a round, of the output's variance or of what is explained: less is none
+SUBSPACE = 8  # size and iterations of the subspace iteration for leading eigenvectors
+ROUND, MOST_ROUNDS = 10, 40  # L-BFGS iterations between two checks of convergence, and how many such rounds
+CONVERGED = (1e-5, 1e-3)  # a round that gains less, of the output's variance or of what is explained, is the last
 TRAINED_STEPS, TRAINED_BATCH, TRAINED_RATE = 1000, 256, 1e-3
-LOOKS = 10  # how often a trained map is looked at on the way
+CURVE_POINTS = 10  # how often the R² of a trained map is recorded
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Sample:
     held_y: Tensor
 
     def moments(self, x: Tensor | None = None, held_x: Tensor | None = None) -> tuple[Moments, Moments]:
-        """The moments of both parts, of these inputs instead of the block's own when they are given."""
-        first = moments_of(self.x if x is None else x, self.y)
-        return first, moments_of(self.held_x if held_x is None else held_x, self.held_y)
+        """The moments of both parts, with other inputs than the block's where they are given."""
+        fit = moments_of(self.x if x is None else x, self.y)
+        return fit, moments_of(self.held_x if held_x is None else held_x, self.held_y)
 
 
 @dataclass(frozen=True)
 class Bilinear:
-    """R² of the linear map on the sampled rows, and of the linear map with the probe beside it; both held out."""
+    """Held-out R² of the linear map on the sampled rows, and of the linear map with bilinear products added."""
 
     r2_lin: float
     r2_poly: float
@@ -67,7 +67,7 @@ class Bilinear:
 
 @dataclass(frozen=True)
 class Trained:
-    """Held-out R² of a linear map trained by Adam, on the way (`steps`) and at the end, and of the closed form."""
+    """Held-out R² of the closed form (`r2_lin`) and of a linear map trained by Adam (`r2`; `curve` after `steps`)."""
 
     r2_lin: float
     r2: float
@@ -80,21 +80,21 @@ class Trained:
 
 
 def moments_of(x: Tensor, y: Tensor) -> Moments:
-    """Moments of many rows, a batch of them in float64 at a time."""
+    """Moments of many rows. Only some of them are in float64 at a time."""
     moments = Moments.zeros(x.shape[1], y.shape[1], x.device, whole_yy=False)
-    for some_x, some_y in zip(torch.split(x, 4096), torch.split(y, 4096), strict=True):
-        moments.add(Moments.of(some_x, some_y, whole_yy=False))
+    for chunk_x, chunk_y in zip(torch.split(x, ROWS_AT_A_TIME), torch.split(y, ROWS_AT_A_TIME), strict=True):
+        moments.add(Moments.of(chunk_x, chunk_y, whole_yy=False))
     return moments
 
 
-def affordable(width: int) -> int:
-    """How many rows of this width a probe can have in memory."""
+def rows_in_memory(width: int) -> int:
+    """How many rows of this width a probe can hold in memory."""
     return int(MEMORY_SHARE * available_memory()) // (4 * COPIES * width)
 
 
 def draw_windows(text: Text, width: int, progress: Progress, seed: int = 0) -> tuple[Tensor, Tensor, bool]:
-    """Fitting and held-out windows for probes, and whether they had to be drawn from more."""
-    rows, most = text.calibration.tokens, distributed.broadcast_value(affordable(width))
+    """Fitting and held-out windows for probes, and whether they are only a sample, for lack of memory."""
+    rows, most = text.calibration.tokens, distributed.broadcast_value(rows_in_memory(width))
     if rows <= most:
         return text.fitting, text.held_out, False
     count = max(HELD_OUT_EVERY, most // text.seq_len)
@@ -116,11 +116,11 @@ def sample_rows(
     for block in blocks:
         parts: list[Tensor] = []
         for stream in streams:
-            found: list[Rows] = []
-            with capture_rows(model, [block], lambda _, rows, found=found: found.append(rows)):  # type: ignore[misc]
+            batches: list[Rows] = []
+            with capture_rows(model, [block], lambda _, rows, batches=batches: batches.append(rows)):  # type: ignore[misc]
                 stream.step()
             parts += [
-                torch.cat(distributed.gather([getattr(rows, name).float() for rows in found])) for name in ("x", "y")
+                torch.cat(distributed.gather([getattr(rows, name).float() for rows in batches])) for name in ("x", "y")
             ]
         yield block, Sample(*parts)
 
@@ -134,7 +134,7 @@ def whiten(moments: Moments, x: Tensor) -> Tensor:
 
 
 def held_out_r2(fit: Moments, held: Moments) -> tuple[float, AffineMap]:
-    """R²_lin of these rows, and the map."""
+    """The held-out R² of the least-squares map of these moments, and the map."""
     linear = solve(fit, decompose(fit.xx))
     return r_squared(feature_errors(linear, held), held), linear
 
@@ -143,9 +143,9 @@ def probe_bilinear(sample: Sample, rank: int = BILINEAR_RANK) -> Bilinear:
     """y ≈ linear + Σ cₖ·(uₖ·x)(vₖ·x), `rank` products, fitted to convergence.
 
     Given u and v the best linear map and the best c are closed forms, so only u and v are searched for (variable
-    projection, L-BFGS on all rows, whitened inputs). The search begins at the least-squares map: its residual's own
-    quadratic directions are the first u and v. It has converged when, in ten iterations, the share of the output's
-    variance that the products explain grew by less than 1e-5, or than a thousandth of itself.
+    projection, L-BFGS on all rows, whitened inputs). The first u and v are the directions in which the residual of the
+    least-squares map is quadratic. The search has converged when, in ten iterations, the share of the output's variance
+    that the products explain grew by less than 1e-5, or than a thousandth of itself.
     """
     fit, held = sample.moments()
     r2_lin, linear = held_out_r2(fit, held)
@@ -161,7 +161,7 @@ def probe_bilinear(sample: Sample, rank: int = BILINEAR_RANK) -> Bilinear:
         return (rows @ u) * (rows @ v)
 
     def explained() -> Any:
-        """The share of the output's variance that the products explain beside a linear map."""
+        """The share of the output's variance that the products explain in addition to a linear map."""
         q = products(z)
         q = q - q.mean(0)
         q = q - z @ (z.T @ q / len(z))
@@ -181,22 +181,22 @@ def probe_bilinear(sample: Sample, rank: int = BILINEAR_RANK) -> Bilinear:
         return loss  # type: ignore[no-any-return]
 
     rounds, shares = 0, [0.0]
-    while rounds < MOST_ROUNDS and not settled(shares):
-        shares.append(-search.step(closure).item())  # type: ignore[no-untyped-call]  # before the round
+    while rounds < MOST_ROUNDS and not has_converged(shares):
+        shares.append(-search.step(closure).item())  # type: ignore[no-untyped-call]  # its value before the round
         rounds += 1
     with torch.no_grad():
-        beside, held_beside = (
+        extended, held_extended = (
             torch.cat([rows, products(white)], dim=1)
             for rows, white in ((sample.x, z), (sample.held_x, whiten(fit, sample.held_x)))
         )
-        r2_poly, _ = held_out_r2(*sample.moments(beside, held_beside))
-    return Bilinear(r2_lin, r2_poly, rounds * ROUND, settled(shares))
+        r2_poly, _ = held_out_r2(*sample.moments(extended, held_extended))
+    return Bilinear(r2_lin, r2_poly, rounds * ROUND, has_converged(shares))
 
 
-def settled(shares: list[float]) -> bool:
-    """Whether the last round but one changed nothing: a share is known when the round after it begins."""
-    least, of_it = CONVERGED
-    return len(shares) > 2 and shares[-1] - shares[-2] < max(least, of_it * shares[-1])
+def has_converged(shares: list[float]) -> bool:
+    """Whether the last round but one gained almost nothing: what a round reached is known when the next one begins."""
+    least, relative = CONVERGED
+    return len(shares) > 2 and shares[-1] - shares[-2] < max(least, relative * shares[-1])
 
 
 def seed_directions(z: Tensor, residual: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -206,7 +206,7 @@ def seed_directions(z: Tensor, residual: Tensor, rank: int) -> tuple[Tensor, Ten
     left, right = [], []
     for direction in directions.flip(1).T:
         first, second = leading_pair(z, residual @ direction)
-        # Equal factors would stay equal for ever: u and v are drawn apart a little, towards the next direction.
+        # Equal u and v would get equal gradients and stay equal, so they start a little apart.
         left.append(first + 0.1 * second)
         right.append(first - 0.1 * second)
     while len(left) < rank:  # fewer outputs than products
@@ -216,7 +216,7 @@ def seed_directions(z: Tensor, residual: Tensor, rank: int) -> tuple[Tensor, Ten
 
 
 def leading_pair(z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The two eigenvectors of Σ w·z·zᵀ with the largest values of either sign, without making that matrix."""
+    """The two eigenvectors of Σ w·z·zᵀ whose eigenvalues are largest in size, without forming that matrix."""
     generator = torch.Generator().manual_seed(0)
     basis = torch.randn(z.shape[1], min(SUBSPACE, z.shape[1]), generator=generator).to(z)
     for _ in range(SUBSPACE):
@@ -228,10 +228,10 @@ def leading_pair(z: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def probe_trained(sample: Sample, steps: int = TRAINED_STEPS, seed: int = 0) -> Trained:
-    """The same affine map by Adam from zero, on minibatches of raw rows.
+    """The same affine map trained from zero by Adam, on minibatches of rows.
 
-    Inputs and outputs are each divided by one number, their size, so that the learning rate means the same in every
-    block; their directions are left as they are, which is what makes it slow.
+    Inputs and outputs are each divided by their root mean square, so that the learning rate means the same in every
+    block. They are not whitened: that is why training is slow.
     """
     fit, held = sample.moments()
     r2_lin, _ = held_out_r2(fit, held)
@@ -240,7 +240,7 @@ def probe_trained(sample: Sample, steps: int = TRAINED_STEPS, seed: int = 0) -> 
     bias = torch.zeros(sample.y.shape[1], device=sample.x.device, requires_grad=True)
     search = torch.optim.Adam([weight, bias], lr=TRAINED_RATE)
     generator = torch.Generator().manual_seed(seed)
-    looks = sorted({round(steps * (k + 1) / LOOKS) for k in range(LOOKS)} - {0})
+    curve_steps = sorted({round(steps * (k + 1) / CURVE_POINTS) for k in range(CURVE_POINTS)} - {0})
     curve = []
     for step in range(1, steps + 1):
         rows = torch.randint(len(sample.x), (TRAINED_BATCH,), generator=generator).to(sample.x.device)
@@ -248,22 +248,22 @@ def probe_trained(sample: Sample, steps: int = TRAINED_STEPS, seed: int = 0) -> 
         search.zero_grad()
         error.square().mean().backward()  # type: ignore[no-untyped-call]
         search.step()
-        if step in looks:
-            curve.append(r2_of(weight, bias, sizes, held))
-    return Trained(r2_lin, curve[-1], tuple(looks), tuple(curve))
+        if step in curve_steps:
+            curve.append(trained_r2(weight, bias, sizes, held))
+    return Trained(r2_lin, curve[-1], tuple(curve_steps), tuple(curve))
 
 
 @torch.no_grad()
-def r2_of(weight: Tensor, bias: Tensor, sizes: list[float], held: Moments) -> float:
+def trained_r2(weight: Tensor, bias: Tensor, sizes: list[float], held: Moments) -> float:
     """Held-out R² of a trained map, from the held-out moments."""
-    whole = weight.to(ACCUMULATION_DTYPE) * sizes[1] / sizes[0]
+    unscaled = weight.to(ACCUMULATION_DTYPE) * sizes[1] / sizes[0]
     mean_x = torch.zeros_like(held.mean_x)
-    return r_squared(feature_errors(AffineMap(whole, mean_x, bias.to(ACCUMULATION_DTYPE) * sizes[1]), held), held)
+    return r_squared(feature_errors(AffineMap(unscaled, mean_x, bias.to(ACCUMULATION_DTYPE) * sizes[1]), held), held)
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """Held-out R²_lin of this model's block and of the other's, by the inputs that they were given."""
+    """Held-out R²_lin of a block of this model (`own`) and of another model, each on its own and on other inputs."""
 
     index: int
     other_index: int
@@ -275,9 +275,9 @@ class Crossing:
     other_on_white: float  # on this model's inputs, whitened
 
 
-def refuse_widths(model: Any, other: Any, name: str, other_name: str) -> None:
-    """Rows of one width cannot enter blocks of another."""
-    widths = [find_blocks(each)[0].width for each in (model, other)]
+def refuse_different_widths(model: Any, other: Any, name: str, other_name: str) -> None:
+    """Refuse two models whose blocks have different widths: their inputs cannot be exchanged."""
+    widths = [find_blocks(m)[0].width for m in (model, other)]
     if widths[0] != widths[1]:
         raise InputError(
             f"--cross {other_name} has blocks of width {widths[1]}, {name} of width {widths[0]}: inputs cannot be "
@@ -285,8 +285,8 @@ def refuse_widths(model: Any, other: Any, name: str, other_name: str) -> None:
         )
 
 
-def whitener(moments: Moments) -> Tensor:
-    """The symmetric matrix that makes the covariance of these inputs the identity, where they vary at all."""
+def whitening_matrix(moments: Moments) -> Tensor:
+    """The symmetric matrix that whitens these inputs: it turns their covariance into the identity where they vary."""
     spectrum = decompose(moments.xx)
     vectors = spectrum.vectors[:, : spectrum.rank]
     return vectors * (spectrum.values[: spectrum.rank] / moments.weight).rsqrt() @ vectors.T
@@ -297,9 +297,9 @@ def linearity_on(model: Any, block: Block, x: Tensor, held_x: Tensor) -> float:
     """R²_lin of a block on these rows."""
 
     def outputs(rows: Tensor) -> Tensor:
-        place = placement_of(model, block)
-        parts = [run_block(model, block, some.to(**place)) for some in torch.split(rows, ROWS)]
-        return torch.cat(parts).to(rows)
+        dtype_and_device = placement_of(model, block)
+        chunks = [run_block(model, block, chunk.to(**dtype_and_device)) for chunk in torch.split(rows, ROWS_AT_A_TIME)]
+        return torch.cat(chunks).to(rows)
 
     y = outputs(x)
     if not y.isfinite().all():
@@ -314,33 +314,34 @@ def cross(
     other_text: Text,
     context: RunContext,
 ) -> list[Crossing]:
-    """Every block of the model beside the block of the other at the same relative depth."""
+    """Exchange the inputs of every block of a model and of the block at the same relative depth in another model."""
     progress, seed, batch_size = context.progress, context.seed, context.batch_size
     blocks, others = find_blocks(model), find_blocks(other)
     partners = [others[round(k * (len(others) - 1) / max(1, len(blocks) - 1))] for k in range(len(blocks))]
     fitting, held_out, _ = draw_windows(text, 2 * blocks[0].width, progress, seed)  # two models' rows at once
     other_fitting, other_held_out, _ = draw_windows(other_text, 2 * blocks[0].width, Progress(), seed)
-    foreign = sample_rows(other, others, other_fitting, other_held_out, batch_size)
-    theirs: tuple[Block, Sample] = next(foreign)
-    found = []
-    rows = sample_rows(model, blocks, fitting, held_out, batch_size)
-    for (block, own), partner in zip(progress.track("cross", rows, len(blocks)), partners, strict=True):
-        while theirs[0].index < partner.index:
-            theirs = next(foreign)
-        moments = moments_of(own.x, own.x[:, :0])
-        matrix = whitener(moments)
-        white, held_white = (((x.to(ACCUMULATION_DTYPE) - moments.mean_x) @ matrix).to(x) for x in (own.x, own.held_x))
-        sample = theirs[1]
-        found.append(
+    other_samples = sample_rows(other, others, other_fitting, other_held_out, batch_size)
+    other_block, other_rows = next(other_samples)
+    crossings = []
+    samples = sample_rows(model, blocks, fitting, held_out, batch_size)
+    for (block, rows), partner in zip(progress.track("cross", samples, len(blocks)), partners, strict=True):
+        while other_block.index < partner.index:
+            other_block, other_rows = next(other_samples)
+        moments = moments_of(rows.x, rows.x[:, :0])
+        matrix = whitening_matrix(moments)
+        white, held_white = (
+            ((x.to(ACCUMULATION_DTYPE) - moments.mean_x) @ matrix).to(x) for x in (rows.x, rows.held_x)
+        )
+        crossings.append(
             Crossing(
                 index=block.index,
                 other_index=partner.index,
-                own=linearity_on(model, block, own.x, own.held_x),
-                own_on_other=linearity_on(model, block, sample.x, sample.held_x),
+                own=linearity_on(model, block, rows.x, rows.held_x),
+                own_on_other=linearity_on(model, block, other_rows.x, other_rows.held_x),
                 own_on_white=linearity_on(model, block, white, held_white),
-                other=linearity_on(other, partner, sample.x, sample.held_x),
-                other_on_own=linearity_on(other, partner, own.x, own.held_x),
+                other=linearity_on(other, partner, other_rows.x, other_rows.held_x),
+                other_on_own=linearity_on(other, partner, rows.x, rows.held_x),
                 other_on_white=linearity_on(other, partner, white, held_white),
             )
         )
-    return found
+    return crossings

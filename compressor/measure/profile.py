@@ -1,7 +1,9 @@
 """How linear every block is: one pass over the calibration text, one block's moments at a time.
 
-The fitting windows come first; from their moments the block's exact least-squares map is solved; the held-out windows
-then give the held-out moments and, per window, the squared error of that map, so nothing is run twice.
+A block is the feed-forward network (FFN) of one decoder layer; a row is one token position, with the block's input x
+and output y there; the stream is the residual stream, h its state after the layer. The fitting windows come first:
+their moments give the block's exact least-squares map. The held-out windows then give the error of that map, so that
+no window runs twice.
 """
 
 from __future__ import annotations
@@ -48,34 +50,33 @@ FIGURES = (
     "top_position",
     "top_position_share",
 )
-ENOUGH = 0.99  # of R²_lin: the rank that reaches it is reported
-
-TOP_ROWS = 0.001
-NAMED_ROWS = 8  # of the largest held-out rows of a block, the ones that are told by token
+SUFFICIENT_SHARE = 0.99  # of R²_lin: the smallest rank that reaches this is reported
+TOP_ROWS = 0.001  # of the rows: the share of the variance that the largest of them carry is reported
+NAMED_ROWS = 8  # of a block's largest held-out rows, those that are reported one by one
 RESAMPLES = 2000
 
 
 def row_weights(h: Tensor) -> Tensor:
-    """1/mean(h²) per row: the next norm divides by this, so a row's error counts by it."""
+    """1/mean(h²) of every row: the next norm divides by the root of mean(h²), so a squared error counts by this."""
     return h.to(ACCUMULATION_DTYPE).square().mean(-1).clamp_min(1e-12).reciprocal()
 
 
 def moments_device(model: Any) -> torch.device:
-    """Moments live beside the rows, except on devices without float64."""
+    """The device that moments are summed on: that of the rows, or the CPU where the device has no float64."""
     device: torch.device = device_of(model)
     return torch.device("cpu") if device.type == "mps" else device
 
 
 @dataclass
-class _HeldOut:
-    """Per-window sums over held-out rows about the fitted mean, for the bootstrap over windows."""
+class _WindowSums:
+    """Sums over the rows of each held-out window, about the fitted mean of y: what the bootstrap over windows needs."""
 
-    errors: list[Tensor] = field(default_factory=list)
-    energies: list[Tensor] = field(default_factory=list)  # per row
-    sums: list[Tensor] = field(default_factory=list)
+    errors: list[Tensor] = field(default_factory=list)  # squared error of the map, per window
+    energies: list[Tensor] = field(default_factory=list)  # |y|² per row, not summed
+    sums: list[Tensor] = field(default_factory=list)  # Σ y per window
 
     def gather(self) -> None:
-        """Those of all processes."""
+        """Collect the sums of all processes."""
         self.errors, self.energies, self.sums = map(distributed.gather, (self.errors, self.energies, self.sums))
 
 
@@ -84,9 +85,9 @@ def measure(
     text: Text,
     context: RunContext | None = None,
 ) -> Profile:
-    """Measure every FFN of the model on the calibration text. Memory: the model, one block's moments, the stream.
+    """Measure every FFN of the model on the calibration text. In memory: the model, one block's moments, the stream.
 
-    With a cache every block is kept as soon as it is measured.
+    With a cache, every block is stored as soon as it is measured.
     """
     context = context or RunContext()
     blocks = _Measurer(model, find_blocks(model), text, context).measure_all()
@@ -94,7 +95,7 @@ def measure(
 
 
 class _Measurer:
-    """One pass over the calibration text, a few blocks at a time: as many as there are processes, each solves one."""
+    """One pass over the calibration text, as many blocks at a time as there are processes: each process solves one."""
 
     def __init__(self, model: Any, blocks: list[Block], text: Text, context: RunContext) -> None:
         self.model, self.blocks, self.text, self.context = model, blocks, text, context
@@ -103,41 +104,41 @@ class _Measurer:
         more = {"seq_len": text.seq_len, "batch": context.batch_size, "seed": context.seed}
         self.key = cache_key("profile", identify(model), text.calibration.sha256, **more)
 
-    def place(self, block: Block) -> dict[str, Any]:
+    def block_key(self, block: Block) -> dict[str, Any]:
         return {**self.key, "block": block.path}
 
     def measure_all(self) -> list[BlockProfile]:
         progress = self.context.progress
-        found: dict[int, BlockProfile] = {}
+        profiles: dict[int, BlockProfile] = {}
         missing = []
         for block in self.blocks:
-            kept = self.cache.find(self.place(block))
-            if kept is None:
+            cached = self.cache.find(self.block_key(block))
+            if cached is None:
                 missing.append(block)
             else:
-                found[block.index] = unpack_block(block, kept, partial(self.read, block))
+                profiles[block.index] = unpack_block(block, cached, partial(self.read, block))
         if not missing:
             progress.say("profile: measured before")
         with progress.bar("measure", len(self.blocks)) as advance:
-            advance(len(found))
+            advance(len(profiles))
             streams = self.streams(missing[0]) if missing else []
             for group in distributed.rounds(missing):
-                for block, kept in zip(group, self.look(group, *streams), strict=True):
-                    self.cache.keep(self.place(block), kept)
-                    read = partial(self.read, block) if self.cache.directory else partial(dict, kept)
-                    found[block.index] = unpack_block(block, kept, read)
+                for block, tensors in zip(group, self.measure_group(group, *streams), strict=True):
+                    self.cache.keep(self.block_key(block), tensors)
+                    read = partial(self.read, block) if self.cache.directory else partial(dict, tensors)
+                    profiles[block.index] = unpack_block(block, tensors, read)
                     advance(1)
                 for stream in streams:
                     stream.save_periodically()
         delete_saved_streams(self.cache, self.key)
-        return [found[block.index] for block in self.blocks]
+        return [profiles[block.index] for block in self.blocks]
 
     def read(self, block: Block) -> Mapping[str, Tensor]:
-        """What was kept of a block; what has been lost since is measured again."""
-        kept = self.cache.find(self.place(block))
-        if kept is None:
-            [kept] = self.look([block], *self.streams(block))
-        return kept
+        """The cached tensors of a block. Where the cache has lost them, the block is measured again."""
+        tensors = self.cache.find(self.block_key(block))
+        if tensors is None:
+            [tensors] = self.measure_group([block], *self.streams(block))
+        return tensors
 
     def streams(self, first: Block) -> list[Stream]:
         """The fitting and the held-out windows, at this block's layer or before it."""
@@ -146,24 +147,24 @@ class _Measurer:
         )
 
     @torch.no_grad()
-    def look(self, group: Sequence[Block], fitting: Stream, held_out: Stream) -> list[dict[str, Tensor]]:
-        """Measure these blocks. Each is solved by one process; the rows of each are shared out among all."""
-        sums: dict[int, tuple[Moments, Moments]] = {}
+    def measure_group(self, group: Sequence[Block], fitting: Stream, held_out: Stream) -> list[dict[str, Tensor]]:
+        """Measure these blocks, one per process. All processes run a share of its rows, and its owner solves it."""
+        moments: dict[int, tuple[Moments, Moments]] = {}
         for owner, block in enumerate(group):
-            sums[owner] = self.collect(block, fitting, CALIBRATION_PARTS[0], owner)
+            moments[owner] = self.collect(block, fitting, CALIBRATION_PARTS[0], owner)
         me = distributed.rank()
-        spectrum = decompose(sums[me][0].xx) if me in sums else None
-        own = solve(sums[me][0], spectrum) if spectrum is not None else None
-        given = None if own is None else {"weight": own.weight, "mean_x": own.mean_x, "mean_y": own.mean_y}
-        maps = [AffineMap(**distributed.broadcast(given, owner)) for owner in range(len(group))]
-        held: dict[int, tuple[Moments, Moments, _HeldOut]] = {}
+        spectrum = decompose(moments[me][0].xx) if me in moments else None
+        linear = solve(moments[me][0], spectrum) if spectrum is not None else None
+        fields = None if linear is None else {"weight": linear.weight, "mean_x": linear.mean_x, "mean_y": linear.mean_y}
+        maps = [AffineMap(**distributed.broadcast(fields, owner)) for owner in range(len(group))]
+        held: dict[int, tuple[Moments, Moments, _WindowSums]] = {}
         for owner, (block, fit) in enumerate(zip(group, maps, strict=True)):
-            sums_of = _HeldOut()
-            held[owner] = (*self.collect(block, held_out, CALIBRATION_PARTS[1], owner, fit, sums_of), sums_of)
-        mine = None
+            window_sums = _WindowSums()
+            held[owner] = (*self.collect(block, held_out, CALIBRATION_PARTS[1], owner, fit, window_sums), window_sums)
+        summary = None
         if spectrum is not None:
-            mine = self.describe(maps[me], spectrum, sums[me][1], *held[me])
-        return [distributed.broadcast(mine, owner) for owner in range(len(group))]
+            summary = self.summarise(maps[me], spectrum, moments[me][1], *held[me])
+        return [distributed.broadcast(summary, owner) for owner in range(len(group))]
 
     def collect(
         self,
@@ -172,70 +173,70 @@ class _Measurer:
         which: str,
         owner: int,
         fit: AffineMap | None = None,
-        sums: _HeldOut | None = None,
+        window_sums: _WindowSums | None = None,
     ) -> tuple[Moments, Moments]:
-        """Plain and stream-weighted moments of all processes, for the owner, while the stream moves behind the block.
+        """Plain and stream-weighted moments of the rows of all processes, for the owner; the stream passes the block.
 
-        With a fit, also the error that it makes in every window.
+        With a fitted map, `window_sums` gets its error in every window.
         """
         stream.advance(block.index)
         plain = Moments.zeros(block.width, block.width, self.device, whole_yy=fit is not None)
         weighted = Moments.zeros(block.width, block.width, self.device, whole_yy=False)
-        turn = 0
+        batch = 0
 
-        def see(_: Block, rows: Rows) -> None:
-            nonlocal turn
+        def add(_: Block, rows: Rows) -> None:
+            nonlocal batch
             x, y = rows.x.to(self.device, ACCUMULATION_DTYPE), rows.y.to(self.device, ACCUMULATION_DTYPE)
-            self.refuse_nonfinite(block, x, y, which, turn)
-            turn += 1
+            self.refuse_nonfinite(block, x, y, which, batch)
+            batch += 1
             plain.add(Moments.of(x, y, whole_yy=plain.whole_yy))
             weighted.add(Moments.of(x, y, row_weights(rows.h).to(self.device), whole_yy=False))
-            if fit is not None and sums is not None:
+            if fit is not None and window_sums is not None:
                 centred = y - fit.mean_y
                 error = centred - (x - fit.mean_x) @ fit.weight
-                sums.errors.append(error.square().sum(-1).reshape(-1, self.text.seq_len).sum(-1))
-                sums.energies.append(centred.square().sum(-1))
-                sums.sums.append(centred.reshape(-1, self.text.seq_len, centred.shape[-1]).sum(1))
+                window_sums.errors.append(error.square().sum(-1).reshape(-1, self.text.seq_len).sum(-1))
+                window_sums.energies.append(centred.square().sum(-1))
+                window_sums.sums.append(centred.reshape(-1, self.text.seq_len, centred.shape[-1]).sum(1))
 
-        with capture_rows(self.model, [block], see):
+        with capture_rows(self.model, [block], add):
             stream.step()
-        merge(plain, owner)
-        merge(weighted, owner)
-        if sums is not None:
-            sums.gather()
+        merge_processes(plain, owner)
+        merge_processes(weighted, owner)
+        if window_sums is not None:
+            window_sums.gather()
         return plain, weighted
 
-    def refuse_nonfinite(self, block: Block, x: Tensor, y: Tensor, which: str, turn: int) -> None:
-        """Name the block and the window in which the model's numbers end."""
+    def refuse_nonfinite(self, block: Block, x: Tensor, y: Tensor, which: str, batch: int) -> None:
+        """Refuse rows with NaN or Inf, and say in which block and window they are."""
         if (x.sum() + y.sum()).isfinite():
             return
-        where, rows = ("input", x) if not x.isfinite().all() else ("output", y)
+        side, rows = ("input", x) if not x.isfinite().all() else ("output", y)
         row = int((~rows.isfinite().all(1)).nonzero()[0])
-        number = (distributed.rank() + turn * distributed.size()) * self.context.batch_size + row // self.text.seq_len
+        number = (distributed.rank() + batch * distributed.size()) * self.context.batch_size + row // self.text.seq_len
         window = calibration_window(which, number)
         raise InputError(
-            f"block {block.index} ({block.path}) has NaN or Inf in its {where}, in calibration window {window} at "
+            f"block {block.index} ({block.path}) has NaN or Inf in its {side}, in calibration window {window} at "
             f"token {row % self.text.seq_len}: its activations overflow in {str(self.model.dtype).split('.')[-1]}; "
             "try --dtype float32, or another text"
         )
 
-    def describe(
+    def summarise(
         self,
         fit: AffineMap,
         spectrum: Spectrum,
         stream_fit: Moments,
         held: Moments,
         stream_held: Moments,
-        held_out: _HeldOut,
+        window_sums: _WindowSums,
     ) -> dict[str, Tensor]:
-        """All that is told of one block, as tensors."""
+        """Everything that is reported of one block, as tensors for the cache."""
         seq_len = self.text.seq_len
         errors = feature_errors(fit, held)
         features = 1 - errors / held.variances
-        energies = torch.cat(held_out.energies)
+        energies = torch.cat(window_sums.energies)
         shares = (energies / energies.sum()).nan_to_num()
-        tops = shares.topk(min(NAMED_ROWS, len(shares)))
-        places = shares.reshape(-1, seq_len).sum(0)
+        top_rows = shares.topk(min(NAMED_ROWS, len(shares)))
+        positions = shares.reshape(-1, seq_len).sum(0)
         stream_map = solve(stream_fit, decompose(stream_fit.xx))
         figures = {
             "r2_lin": r_squared(errors, held),
@@ -246,14 +247,14 @@ class _Measurer:
             "input_effective_rank": effective_count(spectrum.values),
             "input_rank": spectrum.rank,
             "top_row_share": shares.topk(max(1, round(TOP_ROWS * len(shares)))).values.sum().item(),
-            "top_position": int(places.argmax()),
-            "top_position_share": places.max().item(),
+            "top_position": int(positions.argmax()),
+            "top_position_share": positions.max().item(),
         }
         rows = [
             [row // seq_len, row % seq_len, share]
-            for row, share in zip(tops.indices.tolist(), tops.values.tolist(), strict=True)
+            for row, share in zip(top_rows.indices.tolist(), top_rows.values.tolist(), strict=True)
         ]
-        numbers = [*(figures[name] for name in FIGURES), *bootstrap_r2(held_out, seq_len, self.context.seed)]
+        numbers = [*(figures[name] for name in FIGURES), *bootstrap_r2(window_sums, seq_len, self.context.seed)]
         return {
             "figures": torch.tensor(numbers, dtype=ACCUMULATION_DTYPE),
             "tops": torch.tensor(rows, dtype=ACCUMULATION_DTYPE),
@@ -264,15 +265,15 @@ class _Measurer:
         }
 
 
-def merge(moments: Moments, owner: int | None = None) -> None:
-    """Make these the moments of all processes' rows, about their common mean: for all, or only for the owner."""
+def merge_processes(moments: Moments, owner: int | None = None) -> None:
+    """Turn the moments of each process's rows into those of all rows: on every process, or only on the owner."""
     if distributed.size() == 1:
         return
     total = moments.weight.clone()
     mean_x, mean_y = moments.mean_x * moments.weight, moments.mean_y * moments.weight
     distributed.sum_over_processes([total, mean_x, mean_y])
     mean_x, mean_y = mean_x / total, mean_y / total
-    moments.move_to(mean_x, mean_y)
+    moments.recentre(mean_x, mean_y)
     rows = torch.tensor(moments.rows)
     distributed.sum_over_processes([rows])
     moments.rows = int(rows)
@@ -281,7 +282,7 @@ def merge(moments: Moments, owner: int | None = None) -> None:
 
 
 def calibration_window(which: str, number: int) -> int:
-    """The place among all calibration windows of the one with this number among the fitting or the held-out ones."""
+    """The number of a window among all calibration windows, from its number among the fitting or the held-out ones."""
     held = HELD_OUT_EVERY - 1
     return (
         number * HELD_OUT_EVERY + held
@@ -290,11 +291,11 @@ def calibration_window(which: str, number: int) -> int:
     )
 
 
-def bootstrap_r2(held_out: _HeldOut, seq_len: int, seed: int) -> tuple[float, float]:
-    """The 95 % interval of R²_lin when the held-out windows are drawn again."""
-    errors = torch.cat(held_out.errors)
-    energies = torch.cat(held_out.energies).reshape(-1, seq_len).sum(-1)
-    sums = torch.cat(held_out.sums)
+def bootstrap_r2(window_sums: _WindowSums, seq_len: int, seed: int) -> tuple[float, float]:
+    """The 95 % interval of R²_lin, by a bootstrap over the held-out windows."""
+    errors = torch.cat(window_sums.errors)
+    energies = torch.cat(window_sums.energies).reshape(-1, seq_len).sum(-1)
+    sums = torch.cat(window_sums.sums)
     windows = len(errors)
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randint(windows, (RESAMPLES, windows), generator=generator)
@@ -308,7 +309,7 @@ def bootstrap_r2(held_out: _HeldOut, seq_len: int, seed: int) -> tuple[float, fl
 
 @dataclass(frozen=True)
 class TopRow:
-    """A held-out row that carries much of its block's variance: its window, its place there, its share."""
+    """A held-out row that carries much of its block's variance: its window, its position there, its share."""
 
     window: int
     position: int
@@ -329,23 +330,23 @@ class BlockProfile:
     input_effective_rank: float  # directions that carry the input's variance
     input_rank: float  # directions in which the input varies at all
     top_row_share: float
-    top_position: float  # the place in the window that carries most variance, and its share
+    top_position: float  # the position in the window that carries most variance, and its share of it
     top_position_share: float
     top_rows: tuple[TopRow, ...]
     ladder: Tensor = field(repr=False)  # R² of the best map of rank 0, 1, …
-    read: Callable[[], Mapping[str, Tensor]] = field(repr=False)  # all of it, as it is kept
+    read: Callable[[], Mapping[str, Tensor]] = field(repr=False)  # gives the tensors of `unpack_block` again
 
     @property
     def linear(self) -> AffineMap:
-        """The least-squares map: read from where it is kept, for those of all blocks may be too much for the memory."""
-        kept = self.read()
-        return AffineMap(kept["weight"], kept["mean_x"], kept["mean_y"])
+        """The least-squares map. It is read when needed, since the maps of all blocks may not fit into memory."""
+        tensors = self.read()
+        return AffineMap(tensors["weight"], tensors["mean_x"], tensors["mean_y"])
 
     @property
-    def enough_rank(self) -> int:
+    def sufficient_rank(self) -> int:
         """The smallest rank whose R² reaches 99 % of R²_lin."""
-        wanted = min(ENOUGH * self.r2_lin, self.r2_lin) - 1e-9  # the full rank reaches R²_lin but for its rounding
-        return int((self.ladder >= wanted).nonzero()[0])
+        least = min(SUFFICIENT_SHARE * self.r2_lin, self.r2_lin) - 1e-9  # the full rank reaches R²_lin up to rounding
+        return int((self.ladder >= least).nonzero()[0])
 
 
 @dataclass(frozen=True)
@@ -358,14 +359,16 @@ class Profile:
     seq_len: int
 
 
-def unpack_block(block: Block, kept: Mapping[str, Tensor], read: Callable[[], Mapping[str, Tensor]]) -> BlockProfile:
-    """What was kept of one block; `read` gives it again."""
-    *figures, low, high = kept["figures"].tolist()
+def unpack_block(block: Block, tensors: Mapping[str, Tensor], read: Callable[[], Mapping[str, Tensor]]) -> BlockProfile:
+    """The profile of one block from its cached tensors; `read` gives these again."""
+    *figures, low, high = tensors["figures"].tolist()
     return BlockProfile(
         block=block,
         r2_lin_ci95=(low, high),
-        top_rows=tuple(TopRow(int(window), int(position), share) for window, position, share in kept["tops"].tolist()),
-        ladder=kept["ladder"],
+        top_rows=tuple(
+            TopRow(int(window), int(position), share) for window, position, share in tensors["tops"].tolist()
+        ),
+        ladder=tensors["ladder"],
         read=read,
         **dict(zip(FIGURES, figures, strict=True)),
     )

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from compressor.measure.moments import Moments
 
-ROUNDING_ULPS = 8  # a direction whose spread is below this many float32 roundings of a typical one is noise
+ROUNDING_ULPS = 8  # a direction that spreads less than this many float32 roundings of a typical one is noise
 RIDGES = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # times the mean input variance
 
 
 @dataclass(frozen=True)
 class AffineMap:
-    """y ≈ mean_y + (x − mean_x)·weight, kept centred so that a huge mean costs no digits."""
+    """y ≈ mean_y + (x − mean_x)·weight, kept centred so that a large mean costs no digits."""
 
     weight: Tensor  # [inputs, outputs]
     mean_x: Tensor
@@ -55,15 +55,18 @@ def decompose(scatter: Tensor) -> Spectrum:
     return Spectrum(values, vectors, int((values > torch.maximum(resolved, rounding)).sum()))
 
 
-def ridge_unit(spectrum: Spectrum) -> Tensor:
+def mean_eigenvalue(spectrum: Spectrum) -> Tensor:
+    """The mean eigenvalue, which is the mean input variance times the rows' weight: the unit of a ridge."""
     return spectrum.values.sum() / len(spectrum.values)
 
 
 def solve(moments: Moments, spectrum: Spectrum, ridge: float = 0.0) -> AffineMap:
-    """The least-squares map with `ridge` times the mean input variance on the diagonal; minimum norm when deficient."""
-    kept = slice(0, spectrum.rank)
-    vectors = spectrum.vectors[:, kept]
-    scaled = (vectors.T @ moments.xy) / (spectrum.values[kept] + ridge * ridge_unit(spectrum))[:, None]
+    """The least-squares map, with `ridge` times the mean input variance on the diagonal.
+
+    Where inputs are collinear it is the map of minimum norm.
+    """
+    vectors, values = spectrum.vectors[:, : spectrum.rank], spectrum.values[: spectrum.rank]
+    scaled = (vectors.T @ moments.xy) / (values + ridge * mean_eigenvalue(spectrum))[:, None]
     return AffineMap(vectors @ scaled, moments.mean_x, moments.mean_y)
 
 
@@ -75,7 +78,7 @@ def feature_errors(fit: AffineMap, held: Moments) -> Tensor:
 
 
 def r_squared(errors: Tensor, held: Moments) -> float:
-    """1 − SSE/SST over all output features, SST about the held-out mean. Nothing to explain counts as explained."""
+    """1 − SSE/SST over all output features, SST about the held-out mean. Constant outputs count as explained."""
     total, error = held.variances.sum().item(), errors.sum().item()
     if total == 0:
         return 1.0 if error == 0 else float("-inf")
@@ -94,7 +97,7 @@ def choose_ridge(moments: Moments, spectrum: Spectrum, held: Moments) -> tuple[f
     target, held_xx, held_xy = vectors.T @ moments.xy, vectors.T @ xx @ vectors, vectors.T @ xy
     best, best_gain = 0.0, -torch.inf
     for ridge in RIDGES:
-        scaled = target / (values + ridge * ridge_unit(spectrum))[:, None]
+        scaled = target / (values + ridge * mean_eigenvalue(spectrum))[:, None]
         gain = (2 * (scaled * held_xy).sum() - (scaled * (held_xx @ scaled)).sum()).item()
         if gain > best_gain:
             best, best_gain = ridge, gain
@@ -103,9 +106,10 @@ def choose_ridge(moments: Moments, spectrum: Spectrum, held: Moments) -> tuple[f
 
 @dataclass(frozen=True)
 class RankLadder:
-    """Reduced-rank regression: the first r columns of `outputs` and `inputs` are the best rank-r map, for every r.
+    """Reduced-rank regression: the first r columns of `outputs` and `inputs` are the best map of rank r, for every r.
 
-    Best in the metric of the inputs' covariance and of `metric` on the outputs. Not the SVD of the full map.
+    Best means the least error on rows with the inputs' covariance, measured in `metric` on the outputs. The SVD of the
+    full map would not give it.
     """
 
     inputs: Tensor  # [inputs, k]: coordinates (x − mean_x)·inputs
@@ -126,7 +130,7 @@ def reduce_rank(fit: AffineMap, spectrum: Spectrum, metric: Tensor | None = None
         whitened, unwhiten = root @ weight, torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
     else:
         values, vectors = torch.linalg.eigh(metric)
-        # A direction that no gradient ever touched still has a small cost, or its error would be free.
+        # A direction without any gradient still gets a small cost, or its error would be free.
         values = values.clamp_min(0) + 1e-3 * values.clamp_min(0).mean() + torch.finfo(values.dtype).tiny
         whitened = root @ weight @ (vectors * values.sqrt() @ vectors.T)
         unwhiten = vectors / values.sqrt() @ vectors.T
@@ -157,7 +161,7 @@ def effective_rank(scatter: Tensor) -> float:
 
 
 def effective_count(values: Tensor) -> float:
-    """exp of the entropy of the values as shares of their sum."""
+    """How many values carry their sum: exp of the entropy of their shares."""
     values = values.clamp_min(0)
     total = values.sum()
     if total == 0:

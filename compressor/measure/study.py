@@ -1,4 +1,4 @@
-"""All that the linearity report tells of a model beyond its profile: trials, probes, a second model; and verdicts."""
+"""What the linearity report says of a model beyond its profile: trials of blocks, probes, a second model, verdicts."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from compressor.text import Text
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What to measure beside the profile. `swap` None: when the model is of modest size."""
+class StudyOptions:
+    """What to measure in addition to the profile. With `swap` None, blocks are swapped in small models."""
 
     swap: bool | None = None
     swap_tokens: int = 4096
@@ -45,7 +45,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Study:
-    """What was measured of every block beside its profile, and its verdict. What was not asked for is empty."""
+    """What was measured of every block in addition to its profile, and its verdict. What was not asked for is empty."""
 
     verdicts: dict[int, Verdict]
     damages: dict[int, Damage]
@@ -53,9 +53,9 @@ class Study:
     bilinear: dict[int, Bilinear] = field(default_factory=dict)
     trained: dict[int, Trained] = field(default_factory=dict)
     probed_rows: int = 0
-    sampled: bool = False  # there were more rows than memory for them
+    sampled: bool = False  # whether probes ran on a sample of the rows, for lack of memory
     crossings: list[Crossing] = field(default_factory=list)
-    other: Any = None  # the model that it was crossed with
+    other: Any = None  # the second model, with which inputs were exchanged
 
 
 def study(
@@ -63,74 +63,76 @@ def study(
     profile: Profile,
     damages: Mapping[int, Damage],
     text: Text,
-    wanted: Wanted,
+    options: StudyOptions,
     context: RunContext,
     limit: float = SAFE_NATS,
 ) -> Study:
-    """Replace every block on trial if that is wanted, judge the blocks, and run the wanted probes."""
-    sweeper = Sweeper(model, profile, text, wanted.swap_tokens, context)
-    swap = wanted.swap
+    """Replace every block on trial (if asked for), judge the blocks, and run the probes that are asked for."""
+    sweeper = Sweeper(model, profile, text, options.swap_tokens, context)
+    swap = options.swap
     if swap is None:
         swap = sum(p.numel() for p in model.parameters()) < SWAPPED_BELOW
     alone, seconds, whole_seconds = sweeper.alone() if swap else ({}, 0.0, 0.0)
     verdicts = judge_all(profile, damages, limit, alone)
     sweep = None
     if swap:
-        touchable = [p for p in profile.blocks if verdicts[p.block.index].word != "unsafe"]
-        touchable.sort(key=lambda p: alone[p.block.index].delta)
-        sweep = Sweep(alone, sweeper.together(touchable), seconds, whole_seconds)
-    crossings = cross(model, text, *wanted.other, context) if wanted.other else []
-    other = wanted.other[0] if wanted.other else None
-    probed = run_probes(model, [p.block for p in profile.blocks], text, wanted, context) if wanted.probes else {}
+        usable = [p for p in profile.blocks if verdicts[p.block.index].word != "unsafe"]
+        usable.sort(key=lambda p: alone[p.block.index].delta)
+        sweep = Sweep(alone, sweeper.together(usable), seconds, whole_seconds)
+    crossings = cross(model, text, *options.other, context) if options.other else []
+    other = options.other[0] if options.other else None
+    probed = run_probes(model, [p.block for p in profile.blocks], text, options, context) if options.probes else {}
     return Study(verdicts, dict(damages), sweep, crossings=crossings, other=other, **probed)
 
 
-def run_probes(model: Any, blocks: list[Block], text: Text, wanted: Wanted, context: RunContext) -> dict[str, Any]:
-    """The wanted probes of every block, each kept as soon as it is done; one pass over the rows for all of them."""
+def run_probes(
+    model: Any, blocks: list[Block], text: Text, options: StudyOptions, context: RunContext
+) -> dict[str, Any]:
+    """The probes of every block, each cached as soon as it is done; one pass over the rows serves all of them."""
     cache, progress = context.cache, context.progress
     fitting, held_out, sampled = draw_windows(text, blocks[0].width, progress, context.seed)
     rows = fitting.numel() + held_out.numel()
     kinds: dict[str, Callable[[Sample], Bilinear | Trained]] = {
         "bilinear": probe_bilinear,
-        "trained": partial(probe_trained, steps=wanted.probe_steps, seed=context.seed),
+        "trained": partial(probe_trained, steps=options.probe_steps, seed=context.seed),
     }
     more = {"seq_len": text.seq_len, "batch": context.batch_size, "seed": context.seed, "rows": rows}
     key = cache_key("probe", identify(model), text.calibration.sha256, **more)
 
-    def place(kind: str, block: Block) -> dict[str, Any]:
-        steps = wanted.probe_steps if kind == "trained" else None
+    def probe_key(kind: str, block: Block) -> dict[str, Any]:
+        steps = options.probe_steps if kind == "trained" else None
         return {**key, "probe": kind, "steps": steps, "block": block.path}
 
     def samples_of() -> Iterator[tuple[Block, Sample]]:
         return sample_rows(model, blocks, fitting, held_out, context.batch_size)
 
-    measured: dict[str, dict[int, Any]] = {kind: {} for kind in wanted.probes}
+    measured: dict[str, dict[int, Any]] = {kind: {} for kind in options.probes}
     samples = samples_of()
-    known = all(cache.has(place(kind, block)) for kind in wanted.probes for block in blocks)
+    known = all(cache.has(probe_key(kind, block)) for kind in options.probes for block in blocks)
     if known:
         progress.say("probes: measured before")
     for block in progress.track("probe", blocks, len(blocks)):
         sample = None if known else next(samples)[1]
-        for kind in wanted.probes:
+        for kind in options.probes:
 
             def measure(kind: str = kind, sample: Sample | None = sample, block: Block = block) -> Tensors:
-                own = sample or next(s for b, s in samples_of() if b is block)
-                return {"probe": pack(kinds[kind](own))}
+                block_sample = sample or next(s for b, s in samples_of() if b is block)
+                return {"probe": pack_probe(kinds[kind](block_sample))}
 
-            measured[kind][block.index] = unpack(kind, cache.get("", place(kind, block), measure)["probe"])
+            measured[kind][block.index] = unpack_probe(kind, cache.get("", probe_key(kind, block), measure)["probe"])
     return {**measured, "probed_rows": rows, "sampled": sampled}
 
 
-def pack(probe: Bilinear | Trained) -> Tensor:
+def pack_probe(probe: Bilinear | Trained) -> Tensor:
     """The figures of a probe as one row for the cache."""
     flat = [x for value in astuple(probe) for x in (value if isinstance(value, tuple) else (value,))]
     return torch.tensor(flat, dtype=torch.float64)
 
 
-def unpack(kind: str, kept: Tensor) -> Bilinear | Trained:
+def unpack_probe(kind: str, figures: Tensor) -> Bilinear | Trained:
     if kind == "bilinear":
-        r2_lin, r2_poly, iterations, converged = kept.tolist()
+        r2_lin, r2_poly, iterations, converged = figures.tolist()
         return Bilinear(r2_lin, r2_poly, int(iterations), bool(converged))
-    r2_lin, r2, *rest = kept.tolist()
+    r2_lin, r2, *rest = figures.tolist()
     half = len(rest) // 2
     return Trained(r2_lin, r2, tuple(map(int, rest[:half])), tuple(rest[half:]))

@@ -1,7 +1,7 @@
 """What it costs to replace a block, measured: every block alone, and the cheapest ones together.
 
-Nothing before a block changes when it is replaced, and nothing changes inside its layer but what the block adds. So the
-windows are carried through the model once, and each replacement runs only the layers behind it.
+Replacing a block changes nothing before it, and inside its layer only what the block adds to the residual stream. So
+the windows are carried through the model once, and each replacement runs only the layers after it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.evaluate.perplexity import Losses, PerplexityChange, compare, evaluate, has_plain_head, logits_batch
+from compressor.evaluate.perplexity import Losses, PerplexityChange, compare, evaluate, has_plain_head, limit_batch_size
 from compressor.measure.moments import ACCUMULATION_DTYPE
 from compressor.measure.profile import BlockProfile, Profile
 from compressor.modeling_compressor import Replacement
@@ -28,13 +28,13 @@ from compressor.runtime.cache import Tensors, cache_key
 from compressor.runtime.context import RunContext
 from compressor.text import Split, Text
 
-SWAPPED_BELOW = 500_000_000  # parameters: smaller models are swapped block by block without being asked for
+SWAPPED_BELOW = 500_000_000  # parameters: in smaller models every block is replaced on trial by default
 GROUP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # blocks replaced together
-ENOUGH_SEEN = 1 / 3  # of the baseline: past this rise no larger group is tried
+LARGEST_RISE = 1 / 3  # of the baseline: after a group that costs more, no larger one is tried
 
 
 @dataclass(frozen=True)
-class Together:
+class BlockGroup:
     """The blocks that are cheapest alone, all replaced at once."""
 
     blocks: tuple[int, ...]
@@ -44,16 +44,19 @@ class Together:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Every block alone, by index; `seconds` of the sweep and of one whole evaluation of the same windows."""
+    """The cost of every block replaced alone, by index, and of groups of blocks.
+
+    `seconds` is the time that the single blocks took, `whole_seconds` that of one evaluation of the same windows.
+    """
 
     alone: dict[int, PerplexityChange]
-    together: list[Together]
+    together: list[BlockGroup]
     seconds: float
     whole_seconds: float
 
     @property
     def ratio(self) -> float:
-        """What the sweep cost, of one whole evaluation per block."""
+        """The time of the sweep, as a share of one whole evaluation per block."""
         return self.seconds / (len(self.alone) * self.whole_seconds)
 
 
@@ -62,57 +65,57 @@ class SingleBlockTrials:
 
     def __init__(self, model: Any, blocks: list[Block], windows: Tensor, context: RunContext) -> None:
         self.model, self.blocks, self.windows, self.context = model, blocks, windows, context
-        self.batch_size = logits_batch(model, windows.shape[1], context.batch_size)
-        self.stream: Stream | None = None  # the windows before the present block's layer
-        self.sample: Stream | None = None  # a few tokens of them: enough to see how a layer adds its block
-        self.plain = False  # whether the shorter way to the losses is exact for this model
+        self.batch_size = limit_batch_size(model, windows.shape[1], context.batch_size)
+        self.stream: Stream | None = None  # the windows at the layer of the present block
+        self.sample: Stream | None = None  # a few tokens of them, to find out how a layer adds its block to the stream
+        self.plain = False  # whether `evaluate` may compute the logits in parts, which is faster
 
-    def begin(self) -> Stream:
-        """The pass over the windows, begun when the first block needs it."""
+    def start_pass(self) -> Stream:
+        """The stream of the windows; the pass starts when the first block needs it."""
         if self.stream is None:
             self.plain = has_plain_head(self.model, self.windows)
             self.stream = open_stream(self.model, self.blocks, self.windows, self.batch_size)
             self.sample = open_stream(self.model, self.blocks, self.windows[:1, :16], 1)
         return self.stream
 
-    def losses(self, start: Stream | None = None) -> Losses:
-        """The losses from where this stream stands, or of a whole pass."""
-        self.begin()
+    def measure_losses(self, start: Stream | None = None) -> Losses:
+        """The losses of the model as it is now, from where this stream stands, or of a whole pass."""
+        self.start_pass()
         return evaluate(self.model, self.windows, self.context, plain=self.plain, start=start)
 
-    def replaced(self, index: int, module: Replacement) -> Losses:
+    def measure_replaced(self, index: int, module: Replacement) -> Losses:
         """The losses with this block replaced; its whole layer runs again."""
-        stream = self.begin()
+        stream = self.start_pass()
         stream.advance(index)
         with patched(self.model, self.blocks, {index: module}):
-            return self.losses(stream)
+            return self.measure_losses(stream)
 
-    def swapped(self, index: int, module: Replacement) -> Losses:
-        """The same by the shortest way: where the layer only adds its block to the stream, the difference is added."""
-        stream = self.begin()
+    def measure_swapped(self, index: int, module: Replacement) -> Losses:
+        """The same in less time: where a layer only adds its block to the stream, just the difference is added."""
+        stream = self.start_pass()
         assert self.sample is not None
-        for each in (stream, self.sample):
-            each.advance(index)
+        stream.advance(index)
+        self.sample.advance(index)
         gain = measure_stream_gain(self.model, self.blocks[index], self.sample)
-        if gain is None:  # something stands between the block and the stream
-            return self.replaced(index, module)
-        return self.losses(self.pass_layer(stream, index, module, gain))
+        if gain is None:  # the layer does more with the block's output than to add it
+            return self.measure_replaced(index, module)
+        return self.measure_losses(self.pass_layer(stream, index, module, gain))
 
-    def unchanged(self) -> Losses:
+    def measure_unchanged(self) -> Losses:
         """The losses of the model as it is, at the end of the pass."""
-        stream = self.begin()
+        stream = self.start_pass()
         stream.advance(len(self.blocks))
-        return self.losses(stream)
+        return self.measure_losses(stream)
 
     def pass_layer(self, stream: Stream, index: int, module: Replacement, gain: float) -> Stream:
-        """Move the stream behind the block's layer, which adds `gain` times the block's output; return the same place
-        with the block replaced."""
+        """Run the block's layer, which adds `gain` times the block's output to the stream, and move the stream past it;
+        return the stream past the same layer with the block replaced."""
         changes: list[Tensor] = []
 
-        def see(_: Block, rows: Rows) -> None:
+        def add_change(_: Block, rows: Rows) -> None:
             changes.append(gain * (module(rows.x) - rows.y))
 
-        with torch.no_grad(), capture_rows(self.model, [self.blocks[index]], see):
+        with torch.no_grad(), capture_rows(self.model, [self.blocks[index]], add_change):
             states = stream.run_layer()
         changed = (state + change.reshape(state.shape) for state, change in zip(states, changes, strict=True))
         swapped = stream.after_layer(changed)
@@ -134,50 +137,50 @@ class Sweeper:
         self.before: Losses | None = None
 
     def alone(self) -> tuple[dict[int, PerplexityChange], float, float]:
-        """Every block by itself, kept at once; then the seconds of the sweep, and of one whole evaluation."""
+        """The cost of every block replaced alone, the seconds of this sweep, and those of one whole evaluation."""
         after: dict[int, Tensor] = {}
         seconds = 0.0
         if all(self.cache.has({**self.key, "block": p.block.path}) for p in self.profile.blocks):
             self.progress.say("swap: measured before")
         for p in self.progress.track("swap", self.profile.blocks, len(self.blocks)):
-            kept = self.cache.get("", {**self.key, "block": p.block.path}, partial(self.swap, p))
-            after[p.block.index] = kept["nats"]
-            seconds += kept["seconds"].item()
-        kept = self.cache.get("", self.key, self.baseline)
-        self.before = Losses(kept["nats"])
+            trial = self.cache.get("", {**self.key, "block": p.block.path}, partial(self.swap, p))
+            after[p.block.index] = trial["nats"]
+            seconds += trial["seconds"].item()
+        baseline = self.cache.get("", self.key, self.baseline)
+        self.before = Losses(baseline["nats"])
         self.trials.stream = self.trials.sample = None
-        took, whole = kept["seconds"].tolist()
+        pass_seconds, whole = baseline["seconds"].tolist()
         seed = self.context.seed
         changes = {index: compare(self.before, Losses(nats), seed=seed) for index, nats in after.items()}
-        # The pass over the unchanged model is the baseline's own evaluation: it is not what the sweep adds.
-        return changes, seconds + took - whole, whole
+        # One evaluation of the unchanged model is needed in any case: it does not count as time of the sweep.
+        return changes, seconds + pass_seconds - whole, whole
 
     def swap(self, p: BlockProfile) -> Tensors:
         """The losses with this block replaced, and the seconds that it took."""
         began = time.perf_counter()
-        nats = self.trials.swapped(p.block.index, linear_module(self.model, p)).nats
+        nats = self.trials.measure_swapped(p.block.index, linear_module(self.model, p)).nats
         return {"nats": nats, "seconds": torch.tensor(time.perf_counter() - began, dtype=ACCUMULATION_DTYPE)}
 
     def baseline(self) -> Tensors:
         """The losses of the unchanged model, the seconds that they took, and those of one whole evaluation."""
         began = time.perf_counter()
-        nats = self.trials.unchanged().nats
-        took = time.perf_counter() - began
+        nats = self.trials.measure_unchanged().nats
+        pass_seconds = time.perf_counter() - began
         self.time_whole()  # the first pass may be slow
         whole = (self.time_whole() + self.time_whole()) / 2
-        return {"nats": nats, "seconds": torch.tensor([took, whole], dtype=ACCUMULATION_DTYPE)}
+        return {"nats": nats, "seconds": torch.tensor([pass_seconds, whole], dtype=ACCUMULATION_DTYPE)}
 
     def time_whole(self) -> float:
-        """Seconds of one whole evaluation of the windows, judged by the first batch."""
+        """Seconds of one whole evaluation of the windows, extrapolated from the first batch."""
         first = self.windows[: self.trials.batch_size]
         began = time.perf_counter()
         evaluate(self.model, first, self.context)
         return (time.perf_counter() - began) * len(self.windows) / len(first)
 
-    def together(self, chosen: Sequence[BlockProfile]) -> list[Together]:
-        """More and more of these blocks, in this order, until perplexity has risen by a third."""
+    def together(self, chosen: Sequence[BlockProfile]) -> list[BlockGroup]:
+        """The cost of more and more of these blocks together, in this order, until perplexity rises by a third."""
         assert self.before is not None
-        groups: list[Together] = []
+        groups: list[BlockGroup] = []
         counts = [count for count in GROUP_SIZES if count <= len(chosen)]
         with self.progress.bar("together", len(counts)) as advance:
             for count in counts:
@@ -186,9 +189,9 @@ class Sweeper:
                 nats = self.cache.get("", key, partial(self.replace, fits))["nats"]
                 removed = sum(p.block.parameters - count_parameters(fits[p.block.index]) for p in chosen[:count])
                 change = compare(self.before, Losses(nats), seed=self.context.seed)
-                groups.append(Together(tuple(sorted(fits)), removed, change))
+                groups.append(BlockGroup(tuple(sorted(fits)), removed, change))
                 advance(1)
-                if change.delta > ENOUGH_SEEN * change.baseline:
+                if change.delta > LARGEST_RISE * change.baseline:
                     break
         return groups
 
@@ -198,7 +201,7 @@ class Sweeper:
 
 
 def linear_module(model: Any, p: BlockProfile) -> Replacement:
-    """The block's least-squares map as a module that can stand in its place."""
+    """A module that computes the block's least-squares map and can replace the block."""
     module = Replacement(p.block.width, None, p.block.residual_inside, dtype=ACCUMULATION_DTYPE)
     module.bypass = p.block.bypass
     with torch.no_grad():

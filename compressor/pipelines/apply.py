@@ -18,7 +18,7 @@ from compressor.pipelines.job import open_job, require_room, reserved_out
 from compressor.pipelines.recipe import Recipe
 from compressor.plan.search import fit_shapes
 from compressor.plan.shapes import Shape
-from compressor.plan.verify import refuse_missed
+from compressor.plan.verify import refuse_over_budget
 from compressor.report.record import Record, describe_tool, list_mistakes
 from compressor.report.record_parts import Block, Budget, Parameters, Replacement
 from compressor.runtime.context import RunContext
@@ -56,7 +56,7 @@ def run(recipe: Recipe, plan_file: Path, context: RunContext) -> Record:
         identity = identify_patched(job.model, fits)
         with patched(job.model, find_blocks(job.model), fits):
             compressed = evaluator.measure(job.model, "compressed", identity)
-        refuse_missed(evaluator, source, compressed, shapes)
+        refuse_over_budget(evaluator, source, compressed, shapes)
 
         sizes = {block.index: block.parameters for block in find_blocks(job.model)}
         known = [block for block in plan.blocks if block.index in sizes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from compressor.evaluate.budget import limits_of
+from compressor.evaluate.budget import compute_limits
 from compressor.evaluate.evaluator import Evaluator, Measured
 from compressor.evaluate.speed import measure_speed
 from compressor.measure.profile import measure
@@ -38,7 +38,7 @@ def run(recipe: Recipe, context: RunContext) -> Record:
 
         profile = measure(job.model, job.text, job.context)
         source = evaluator.measure(job.model, "source", identify(job.model))
-        limits = limits_of(evaluator.budgets, evaluator.perplexities(source.losses))
+        limits = compute_limits(evaluator.budgets, evaluator.perplexities(source.losses))
         ground = prepare_search(job.model, job.text, job.context)
         study = study_blocks(job, profile, ground.damages, limits.smallest)
         planner = Planner(ground, limits, study.verdicts, objective=job.recipe.objective)

@@ -47,13 +47,13 @@ def describe_profile(model: Any, tokenizer: Any, text: Text, profile: Profile, s
 def figure_values(p: BlockProfile) -> dict[str, Any]:
     """What one text says of one block, as fields of the record."""
     figures = {name: getattr(p, name) for name in FIGURES}
-    shape = Shape(p.enough_rank if 2 * p.enough_rank < p.block.width else None)
+    shape = Shape(p.sufficient_rank if 2 * p.sufficient_rank < p.block.width else None)
     return {
         "index": p.block.index,
         **figures,
         **{name: int(figures[name]) for name in WHOLE},
         "r2_lin_ci95": p.r2_lin_ci95,
-        "rank_99": p.enough_rank,
+        "rank_99": p.sufficient_rank,
         "rank_99_params": shape.parameters(p.block.width, 0),
     }
 

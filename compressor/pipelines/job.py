@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.evaluate.budget import drops_of
+from compressor.evaluate.budget import parse_task_drops
 from compressor.evaluate.evaluator import Evaluator
 from compressor.evaluate.generation import opening_prompts, read_prompts
 from compressor.evaluate.task_files import BUILT_IN_TASK
-from compressor.evaluate.tasks import Task, open_tasks, prefix_of
+from compressor.evaluate.tasks import Task, find_prefix_token, load_tasks
 from compressor.measure.gradients import Damage
-from compressor.measure.probes import refuse_widths
+from compressor.measure.probes import refuse_different_widths
 from compressor.measure.profile import Profile
-from compressor.measure.study import Study, Wanted, study
+from compressor.measure.study import Study, StudyOptions, study
 from compressor.measure.verdicts import SAFE_NATS
 from compressor.models.blocks import find_blocks
 from compressor.models.load import load_model, quiet
@@ -87,7 +87,7 @@ def open_job(recipe: Recipe, context: RunContext, *, with_tasks: bool = True) ->
     find_blocks(model)  # an unsupported family is refused before any text is read
     refuse_foreign_code(model)
     for task in tasks:
-        prefix_of(model, tokenizer, task)  # a task that this tokenizer cannot do is refused here
+        find_prefix_token(model, tokenizer, task)  # a task that this tokenizer cannot do is refused here
     other = load_other(recipe, model, context) if recipe.cross else None
     text, recipe = open_text(recipe, model, tokenizer)
     advise_batches(text, context)
@@ -117,7 +117,7 @@ def load_other(recipe: Recipe, model: Any, context: RunContext) -> tuple[Any, An
     context.progress.say(f"load {recipe.cross}")
     trust = context.trust_remote_code
     other, tokenizer = load_model(recipe.cross, trust_remote_code=trust, **placing(recipe, context))
-    refuse_widths(model, other, str(recipe.model), recipe.cross)
+    refuse_different_widths(model, other, str(recipe.model), recipe.cross)
     return other, tokenizer
 
 
@@ -164,8 +164,9 @@ def name_tasks(recipe: Recipe, trust_remote_code: bool) -> tuple[list[Task], Rec
     paths = [absolute(path) for path in recipe.task_path or []]
     if recipe.max_task_drop and not names:
         raise InputError("--max-task-drop is given, but no --tasks; name them, such as --tasks lambada_openai,piqa")
-    tasks = open_tasks(names, paths, recipe.task_limit, trust_remote_code) if names else []
-    drops_of(recipe.max_task_drop or [], {task.name: task.aliases for task in tasks})  # a wrong name is refused here
+    tasks = load_tasks(names, paths, recipe.task_limit, trust_remote_code) if names else []
+    # A wrong name is refused here.
+    parse_task_drops(recipe.max_task_drop or [], {task.name: task.aliases for task in tasks})
     return tasks, recipe.model_copy(update={"tasks": names, "task_path": paths or None})
 
 
@@ -183,7 +184,7 @@ def make_evaluator(
         tokenizer,
         recipe.budgets(text.counts),
         tasks=tasks,
-        limits=drops_of(recipe.max_task_drop or [], {task.name: task.aliases for task in tasks}),
+        limits=parse_task_drops(recipe.max_task_drop or [], {task.name: task.aliases for task in tasks}),
         prompts=prompts,
         tokens=tokens,
         context=context,
@@ -193,7 +194,7 @@ def make_evaluator(
 def study_blocks(job: Job, profile: Profile, damages: Mapping[int, Damage], limit: float = SAFE_NATS) -> Study:
     """Trials, probes and a second model, as the recipe wants them, and the verdict on every block."""
     recipe = job.recipe
-    wanted = Wanted(recipe.swap, recipe.swap_tokens, recipe.probe or (), recipe.probe_steps, job.other)
+    wanted = StudyOptions(recipe.swap, recipe.swap_tokens, recipe.probe or (), recipe.probe_steps, job.other)
     return study(job.model, profile, damages, job.text, wanted, job.context, limit)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from compressor.evaluate.budget import Limits, budgets_of, limits_of
+from compressor.evaluate.budget import Limits, compute_limits, parse_budgets
 from compressor.evaluate.speed import flops_per_token
 from compressor.measure.profile import Profile, measure
 from compressor.measure.study import Study
@@ -37,12 +37,12 @@ def run(recipe: Recipe, out: Path, context: RunContext) -> Record:
     evaluator = job.evaluator()
 
     profile = measure(job.model, job.text, job.context)
-    perplexities = evaluator.perplexities(evaluator.losses(job.model, "verify", identify(job.model)))
+    perplexities = evaluator.perplexities(evaluator.measure_losses(job.model, "verify", identify(job.model)))
     ground = prepare_search(job.model, job.text, job.context)
     searches = []
     for words in budgets:
-        asked = budgets_of(words, job.text.counts, job.recipe.confidence)
-        searches.append(Search(job, profile, ground, limits_of(asked, perplexities), words))
+        asked = parse_budgets(words, job.text.counts, job.recipe.confidence)
+        searches.append(Search(job, profile, ground, compute_limits(asked, perplexities), words))
     if len(searches) == 1:
         record = searches[0].run(compensate=True)
         write_json(out, record.to_json_value())

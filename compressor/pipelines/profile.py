@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from compressor.measure.gradients import predict
+from compressor.measure.gradients import predict_damages
 from compressor.measure.profile import measure
 from compressor.pipelines.describe_profile import describe_corpora, describe_profile
 from compressor.pipelines.job import Job, absolute, open_job, open_text, study_blocks
@@ -43,7 +43,7 @@ def profile_one(recipe: Recipe, context: RunContext) -> Record:
     job, texts = open_corpora(recipe, context)
     profiles = {name: measure(job.model, text, job.context) for name, text in texts.items()}
     first = profiles[next(iter(texts))]
-    damages = predict(job.model, first, job.text, job.context)
+    damages = predict_damages(job.model, first, job.text, job.context)
     study = study_blocks(job, first, damages)
     record = describe_profile(job.model, job.tokenizer, job.text, first, study)
     if len(texts) > 1:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, field_validator
 
-from compressor.evaluate.budget import Budget, budgets_of, parse_drop
+from compressor.evaluate.budget import Budget, parse_budgets, parse_task_drop
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS, split_name
 from compressor.runtime.safe_files import Malformed, parse_yaml
@@ -141,7 +141,7 @@ class Recipe(BaseModel):
     @field_validator("max_task_drop")
     @classmethod
     def drops_are_sound(cls, words: list[str] | None) -> list[str] | None:
-        return check_each(words, parse_drop)
+        return check_each(words, parse_task_drop)
 
     @field_serializer("max_dppl", "max_task_drop")
     def one_word_stands_alone(self, words: list[str] | None) -> Any:
@@ -159,7 +159,7 @@ class Recipe(BaseModel):
 
     def budgets(self, texts: Iterable[str]) -> dict[str, Budget]:
         """The budget of every text that is measured."""
-        return budgets_of(self.require_budget(), texts, self.confidence)
+        return parse_budgets(self.require_budget(), texts, self.confidence)
 
     def require_budget(self) -> list[str]:
         if self.max_dppl is None:

@@ -1,7 +1,8 @@
-"""Whether the predictions hold: the measured cost of one replacement in every block, beside what was predicted.
+"""Calibration of the predictions: in every block, the measured cost of one replacement compared with the predicted one.
 
-Each block alone gives half of its neurons away (a block without known neurons becomes linear). The forward pass begins
-at the block, for nothing before it changes. Where the two differ, the block's other predictions are corrected.
+One block at a time is replaced by half of its neurons, or by a linear map where its neurons are not known. The forward
+pass begins at the block, since nothing before it changes. Where measurement and prediction differ, the block's other
+predictions are corrected.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from compressor.plan.frontier import Candidate
 from compressor.plan.moments_store import MomentsStore
 from compressor.runtime.cache import Tensors
 
-TOKENS = 4096
-LIMITS = (0.25, 4.0)  # how far a prediction is corrected
-REACH = 3.0  # blocks: how fast neighbours matter less
-SPREAD = 0.05  # of the logarithm: how far blocks differ that are measured without noise, at least
+TRIAL_TOKENS = 4096
+FACTOR_LIMITS = (0.25, 4.0)  # the smallest and the largest ratio of measured and predicted cost that is believed
+NEIGHBOUR_DISTANCE = 3.0  # blocks over which the weight of a neighbour falls by a factor of e
+LEAST_VARIANCE = 0.05  # of a log ratio: added to the noise, so that no block counts as measured exactly
 
 
 @dataclass(frozen=True)
@@ -39,40 +40,47 @@ class Point:
 
 @dataclass(frozen=True)
 class Calibration:
+    """One trial in every block, in order of depth."""
+
     points: list[Point]
 
     @property
     def correlation(self) -> float:
-        """Spearman's, over blocks."""
+        """Spearman's rank correlation of predicted and measured costs, over blocks."""
         return rank_correlation([p.predicted for p in self.points], [p.measured for p in self.points])
 
     def factors(self) -> dict[int, float]:
-        """By how much to multiply a block's predictions: what was measured, drawn to its neighbours by its noise.
+        """What to multiply each block's predictions by: its measured ratio, shrunk towards those of its neighbours.
 
-        Unshrunk, the blocks whose measurement happened to come out low would be cut most. How far a prediction is off
-        changes slowly with depth, so the neighbours know best what a noisy block should have shown.
+        The noisier a measurement, the more it is shrunk: otherwise blocks that happened to measure low would be cut
+        most. The ratio changes slowly with depth, so that of the neighbours is the best guess for a noisy block.
         """
-        logs = [math.log(clamped(p)) for p in self.points]
+        logs = [math.log(clamped_ratio(p)) for p in self.points]
         noise = [(p.error / max(p.measured, p.error, 1e-300)) ** 2 for p in self.points]
-        around = []
+        neighbours = []  # weighted means of the log ratios around each block
         for i in range(len(logs)):
-            near = [math.exp(-abs(i - j) / REACH) / (noise[j] + SPREAD) if j != i else 0.0 for j in range(len(logs))]
-            total = sum(near)
-            around.append(sum(w * log for w, log in zip(near, logs, strict=True)) / total if total else logs[i])
-        trust = [1 / (n + SPREAD) ** 2 for n in noise]
-        excess = [(log - mean) ** 2 - n for log, mean, n in zip(logs, around, noise, strict=True)]
-        real = max(0.0, sum(t * e for t, e in zip(trust, excess, strict=True)) / max(sum(trust), 1e-300))
-        found = {}
-        for point, log, mean, n in zip(self.points, logs, around, noise, strict=True):
-            own = real / (real + n) if real + n > 0 else 1.0
-            found[point.candidate.index] = math.exp(own * log + (1 - own) * mean)
-        return found
+            weights = [
+                math.exp(-abs(i - j) / NEIGHBOUR_DISTANCE) / (noise[j] + LEAST_VARIANCE) if j != i else 0.0
+                for j in range(len(logs))
+            ]
+            total = sum(weights)
+            neighbours.append(sum(w * log for w, log in zip(weights, logs, strict=True)) / total if total else logs[i])
+        trust = [1 / (n + LEAST_VARIANCE) ** 2 for n in noise]
+        excess = [(log - mean) ** 2 - n for log, mean, n in zip(logs, neighbours, noise, strict=True)]
+        # The variance between blocks that noise does not explain.
+        variance = max(0.0, sum(t * e for t, e in zip(trust, excess, strict=True)) / max(sum(trust), 1e-300))
+        factors = {}
+        for point, log, mean, n in zip(self.points, logs, neighbours, noise, strict=True):
+            weight = variance / (variance + n) if variance + n > 0 else 1.0
+            factors[point.candidate.index] = math.exp(weight * log + (1 - weight) * mean)
+        return factors
 
 
-def clamped(point: Point) -> float:
+def clamped_ratio(point: Point) -> float:
+    """Measured over predicted cost, within `FACTOR_LIMITS`."""
     if point.predicted <= 0:
         return 1.0
-    return min(max(point.measured / point.predicted, LIMITS[0]), LIMITS[1])
+    return min(max(point.measured / point.predicted, FACTOR_LIMITS[0]), FACTOR_LIMITS[1])
 
 
 def rank_correlation(first: list[float], second: list[float]) -> float:
@@ -84,28 +92,28 @@ def rank_correlation(first: list[float], second: list[float]) -> float:
     return float(spearmanr(first, second).statistic)
 
 
-def typical(of_block: BlockCandidates) -> Candidate:
-    """The half of the neurons, or the linear map."""
-    pruned = [o for o in of_block.candidates if o.shape.kind == "pruned"]
+def typical_candidate(of_block: BlockCandidates) -> Candidate:
+    """The candidate that a block is tried with: the one nearest to half of its neurons, or the linear map."""
+    pruned = [c for c in of_block.candidates if c.shape.kind == "pruned"]
     if of_block.neurons is None or not pruned:
-        return next(o for o in of_block.candidates if o.shape.kind == "linear")
+        return next(c for c in of_block.candidates if c.shape.kind == "linear")
     half = of_block.neurons.count / 2
-    return min(pruned, key=lambda o: abs(o.shape.neurons - half))
+    return min(pruned, key=lambda c: abs(c.shape.neurons - half))
 
 
 def calibrate(store: MomentsStore, candidates: Mapping[int, BlockCandidates], fitter: Fitter) -> Calibration:
-    """Every block's typical replacement alone, on the first windows of the selection text."""
+    """Measure a typical replacement in every block alone, on the first windows of the selection text."""
     text, context = store.text, store.context
-    windows = text.selection.windows[: max(2, TOKENS // text.seq_len)]
-    chosen = {index: typical(of_block) for index, of_block in sorted(candidates.items())}
+    windows = text.selection.windows[: max(2, TRIAL_TOKENS // text.seq_len)]
+    chosen = {index: typical_candidate(of_block) for index, of_block in sorted(candidates.items())}
     trials = SingleBlockTrials(store.model, store.blocks, windows, context)
     before: list[Tensor] = []  # the windows' losses in the source, measured when the first block needs them
 
     def measure(index: int, candidate: Candidate) -> Tensors:
         if not before:
-            before.append(trials.losses().windows)
-        module = fitter.at_once({index: candidate.shape})[index]
-        rise = trials.replaced(index, module).windows - before[0]
+            before.append(trials.measure_losses().windows)
+        module = fitter.fit_at_once({index: candidate.shape})[index]
+        rise = trials.measure_replaced(index, module).windows - before[0]
         return {"rise": torch.stack([rise.mean(), rise.std() / len(rise) ** 0.5])}
 
     selection = text.selection.sha256
@@ -127,7 +135,9 @@ def calibrate(store: MomentsStore, candidates: Mapping[int, BlockCandidates], fi
     return calibration
 
 
-def corrected(candidates: Mapping[int, BlockCandidates], calibration: Calibration) -> dict[int, list[Candidate]]:
+def correct_predictions(
+    candidates: Mapping[int, BlockCandidates], calibration: Calibration
+) -> dict[int, list[Candidate]]:
     """The candidates of every block, with their predictions corrected by what was measured."""
     factors = calibration.factors()
     return {

@@ -1,4 +1,4 @@
-"""Plans that grow by the best predicted damage per parameter, and where on that line the budget ends."""
+"""Plans of growing size, in order of predicted damage per parameter, and the largest of them inside the budget."""
 
 from __future__ import annotations
 
@@ -7,40 +7,52 @@ from dataclasses import dataclass
 
 from compressor.plan.shapes import Shape
 
-LADDER = (0.45, 0.375, 0.3125, 0.25, 0.1875, 0.125, 0.09375, 0.0625, 0.03125, 0.015625)  # ranks per width
+RANK_SHARES = (
+    0.45,
+    0.375,
+    0.3125,
+    0.25,
+    0.1875,
+    0.125,
+    0.09375,
+    0.0625,
+    0.03125,
+    0.015625,
+)  # ranks of linear maps, as shares of the width
 MOST_TRIALS = 7
-CLOSE_ENOUGH = 0.92  # of the budget
+CLOSE_ENOUGH = 0.92  # of the budget: a plan that uses this much is not made larger
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One candidate for one block."""
+    """A shape that one block could take, what it saves, and what it is predicted to cost."""
 
-    index: int
+    index: int  # of the block
     shape: Shape
-    saved: int
+    saved: int  # parameters
     damage: float  # predicted nats per token
 
 
-def ladder_of(width: int) -> list[int | None]:
-    """Full linear map, then fewer and fewer ranks, then the bias alone."""
-    ranks = sorted({round(width * share) for share in LADDER} - {0}, reverse=True)
+def list_ranks(width: int) -> list[int | None]:
+    """The ranks of linear candidates: the full map (None), then fewer and fewer ranks, then the bias alone (0)."""
+    ranks = sorted({round(width * share) for share in RANK_SHARES} - {0}, reverse=True)
     return [None, *(r for r in ranks if 2 * r < width), 0]
 
 
-def efficient(candidates: list[Candidate]) -> list[Candidate]:
-    """The lower convex hull of damage over parameters saved: what a price per nat could make one choose."""
+def lower_hull(candidates: list[Candidate]) -> list[Candidate]:
+    """The lower convex hull of damage over parameters saved: those that are best at some price per parameter."""
     hull: list[Candidate] = []
-    for candidate in sorted(candidates, key=lambda o: (o.saved, -o.damage)):
+    for candidate in sorted(candidates, key=lambda c: (c.saved, -c.damage)):
         if candidate.saved <= 0:
             continue
-        while hull and (hull[-1].damage >= candidate.damage or not convex(hull, candidate)):
+        while hull and (hull[-1].damage >= candidate.damage or not is_convex(hull, candidate)):
             hull.pop()
         hull.append(candidate)
     return hull
 
 
-def convex(hull: list[Candidate], candidate: Candidate) -> bool:
+def is_convex(hull: list[Candidate], candidate: Candidate) -> bool:
+    """Whether the hull's last corner stays a corner when this candidate follows it."""
     saved, damage = (hull[-2].saved, hull[-2].damage) if len(hull) > 1 else (0, 0.0)
     last = hull[-1]
     return (last.damage - damage) * (candidate.saved - last.saved) < (candidate.damage - last.damage) * (
@@ -48,8 +60,11 @@ def convex(hull: list[Candidate], candidate: Candidate) -> bool:
     )
 
 
-def sequence(hulls: list[list[Candidate]]) -> list[tuple[dict[int, Shape], float]]:
-    """Plans that contain each other, each one step of the best damage per parameter further, with predicted damage."""
+def grow_plans(hulls: list[list[Candidate]]) -> list[tuple[dict[int, Shape], float]]:
+    """Plans from the smallest to the largest, each with its predicted damage.
+
+    Each plan is the one before it and the next step along some block's hull, the cheapest damage per parameter first.
+    """
     steps: list[tuple[float, Candidate, float]] = []
     for hull in hulls:
         saved, damage = 0, 0.0
@@ -68,12 +83,16 @@ def sequence(hulls: list[list[Candidate]]) -> list[tuple[dict[int, Shape], float
     return plans
 
 
-def bracket(
-    plans: list[tuple[dict[int, Shape], float]], target: float, spend: Callable[[int], float], scale: float = 1.0
+def find_largest_plan(
+    plans: list[tuple[dict[int, Shape], float]],
+    target: float,
+    measure_share: Callable[[int], float],
+    scale: float = 1.0,
 ) -> int | None:
-    """The last plan of a growing sequence that spends at most 1, found by corrected prediction and bisection.
+    """The index of the largest plan that uses at most 1 of the budget, found by corrected prediction and bisection.
 
-    `scale`: what predictions have to be multiplied with, as far as is known.
+    `measure_share` tries a plan and returns the share of the budget that it uses; `target` is the budget in nats.
+    `scale` corrects predictions: it is the ratio of measured and predicted damage, as far as it is known.
     """
     low, high = -1, len(plans)
     for trial in range(MOST_TRIALS):
@@ -81,7 +100,7 @@ def bracket(
             break
         fitting = [k for k in range(low + 1, high) if scale * plans[k][1] <= target]
         guess = max(fitting, default=low + 1) if trial % 4 != 3 else (low + high) // 2
-        used = spend(guess)
+        used = measure_share(guess)
         scale = min(max(used * target / plans[guess][1], 0.2), 20.0)
         if used > 1:
             high = guess

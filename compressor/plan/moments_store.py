@@ -1,7 +1,7 @@
-"""The statistics of all blocks: one pass over the calibration text, one block at a time.
+"""The moments of all blocks, on disk: one pass over the calibration text, one block at a time.
 
-The pass keeps, for every block, the moments of z = [x, a] (inputs and neurons): every replacement of any form is then a
-closed-form solve with no new pass. They are kept on disk, so that only one block's are in memory at a time.
+For every block these are the moments of z = [x, a], its inputs and the activations of its neurons. A replacement of any
+shape is then a closed-form solve with no new pass. Only one block's moments are in memory at a time.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.measure.gradients import GRADIENT_TOKENS, Gradients, walk_gradients
+from compressor.measure.gradients import GRADIENT_TOKENS, Gradients, visit_gradients
 from compressor.measure.moments import ACCUMULATION_DTYPE, Moments
-from compressor.measure.profile import merge, moments_device, row_weights
+from compressor.measure.profile import merge_processes, moments_device, row_weights
 from compressor.models.blocks import Block, Rows, capture_rows, find_blocks
 from compressor.models.neurons import Neurons, find_neurons
 from compressor.models.residual import Stream, calibration_streams, delete_saved_streams
 from compressor.models.source import identify
-from compressor.plan.candidates import BlockCandidates, pack_moments, survey_block, unpack, unpack_moments
+from compressor.plan.candidates import BlockCandidates, pack_moments, survey_block, unpack_candidates, unpack_moments
 from compressor.runtime import distributed
 from compressor.runtime.cache import Cache, Tensors, cache_key
 from compressor.runtime.context import RunContext
@@ -29,12 +29,12 @@ from compressor.runtime.progress import Progress
 from compressor.runtime.resources import available_memory, format_bytes, free_disk
 from compressor.text import Text
 
-WORKSPACES = 5  # matrices of the size of the moments that a block needs at once
-MEMORY_SHARE = 0.8
+MATRICES_AT_ONCE = 5  # of the size of a block's moments, which its survey has in memory at once
+MEMORY_SHARE = 0.8  # of the free memory that a survey may use
 
 
 class MomentsStore:
-    """The candidates of all blocks, and the moments that they are fitted on, by block. `open_store` makes one."""
+    """The candidates of all blocks, and the moments that they are fitted on. `open_store` makes one."""
 
     def __init__(
         self, model: Any, text: Text, neurons: dict[int, Neurons | None], cache: Cache, context: RunContext
@@ -59,45 +59,42 @@ class MomentsStore:
         )
 
     def candidates(self) -> dict[int, BlockCandidates]:
-        """What every block could become. A block that was surveyed before comes from disk; others are kept at once."""
-        found: dict[int, BlockCandidates] = {}
+        """The candidates of every block, from the cache where a block was surveyed before."""
+        candidates: dict[int, BlockCandidates] = {}
         missing = []
         for block in self.blocks:
-            kept = self.cache.find(self.key("survey", block)) if self.cache.has(self.key("moments", block)) else None
-            if kept is None:
+            survey = self.cache.find(self.key("survey", block)) if self.cache.has(self.key("moments", block)) else None
+            if survey is None:
                 missing.append(block)
             else:
-                found[block.index] = self.unpack(block, kept)
+                candidates[block.index] = unpack_candidates(block, self.neurons[block.index], survey)
         if not missing:
             self.progress.say("survey: measured before")
-        self.find_gradients(missing)
+        self.ensure_gradients(missing)
         with self.progress.bar("survey", len(self.blocks)) as advance:
-            advance(len(found))
+            advance(len(candidates))
             streams = self.streams(missing[0]) if missing else []
             for group in distributed.rounds(missing):
-                for block, kept in zip(group, self.look(group, streams), strict=True):
-                    found[block.index] = self.unpack(block, kept)
+                for block, survey in zip(group, self.survey_group(group, streams), strict=True):
+                    candidates[block.index] = unpack_candidates(block, self.neurons[block.index], survey)
                     advance(1)
                 for stream in streams:
                     stream.save_periodically()
-        self.forget()
-        return {block.index: found[block.index] for block in self.blocks}
+        self.drop_temporary()
+        return {block.index: candidates[block.index] for block in self.blocks}
 
-    def unpack(self, block: Block, kept: Tensors) -> BlockCandidates:
-        return unpack(block, self.neurons[block.index], kept)
-
-    def find_gradients(self, blocks: list[Block]) -> None:
-        """Have the loss gradients of these blocks on disk; one backward pass gives those of all blocks."""
+    def ensure_gradients(self, blocks: list[Block]) -> None:
+        """Make sure that the loss gradients of these blocks are on disk; one backward pass gives those of all."""
         if all(self.cache.has(self.key("gradients", block)) for block in blocks):
             return
-        wanted = {block.index for block in blocks}
+        indices = {block.index for block in blocks}
 
-        def see(block: Block, rows: Gradients) -> None:
-            if block.index in wanted:
+        def store(block: Block, rows: Gradients) -> None:
+            if block.index in indices:
                 columns = {"x": rows.x.cpu(), "y": rows.y.cpu(), "g": rows.g.cpu()}
                 self.cache.keep(self.key("gradients", block), columns, needed=True)
 
-        walk_gradients(self.model, self.blocks, self.text.held_out, see, self.progress)
+        visit_gradients(self.model, self.blocks, self.text.held_out, store, self.progress)
 
     def streams(self, first: Block) -> list[Stream]:
         """The fitting and the held-out windows, at this block's layer or before it."""
@@ -106,65 +103,70 @@ class MomentsStore:
             self.model, self.blocks, self.text, self.context.batch_size, self.cache, key, first.index
         )
 
-    def forget(self) -> None:
-        """Drop what only an unfinished survey needs."""
+    def drop_temporary(self) -> None:
+        """Drop from the cache what only an unfinished survey needs."""
         delete_saved_streams(self.cache, self.key("stream", self.blocks[0]))
         if distributed.rank() == 0:
             for block in self.blocks:
                 self.cache.drop(self.key("gradients", block))
 
-    def look(self, group: Sequence[Block], streams: list[Stream]) -> list[Tensors]:
-        """Run the calibration text through the layers of these blocks and survey them, a block by each process."""
+    def survey_group(self, group: Sequence[Block], streams: list[Stream]) -> list[Tensors]:
+        """Survey these blocks, one per process. All processes run a share of every block's rows."""
         device = moments_device(self.model)
-        mine: list[Moments] = []
-        rows: Tensors = {}
+        own_moments: list[Moments] = []
+        own_gradients: Tensors = {}
         for owner, block in enumerate(group):
-            both = []
+            block_moments = []
             for stream in streams:
                 stream.advance(block.index)
-                both.append(collect(self.model, block, self.neurons[block.index], stream, device, owner=owner))
-            gradients = self.gradients_of(block)
+                block_moments.append(
+                    collect_moments(self.model, block, self.neurons[block.index], stream, device, owner=owner)
+                )
+            gradients = self.load_gradients(block)
             if owner == distributed.rank():
-                mine, rows = both, gradients
-        found, moments = None, None
-        if mine:
-            block = group[distributed.rank()]
-            neurons, gone = self.neurons[block.index], Gradients(**{name: t.to(device) for name, t in rows.items()})
-            found = survey_block(block, neurons, own_bias(block, neurons, device), mine[0], mine[1], gone)
-            moments = pack_moments(mine[0])
-        kept = []
+                own_moments, own_gradients = block_moments, gradients
+        survey, moments = None, None
+        if own_moments:
+            block, (fit, held) = group[distributed.rank()], own_moments
+            neurons = self.neurons[block.index]
+            rows = Gradients(**{name: tensor.to(device) for name, tensor in own_gradients.items()})
+            survey = survey_block(block, neurons, output_bias(block, neurons, device), fit, held, rows)
+            moments = pack_moments(fit)
+        surveys = []
         for owner, block in enumerate(group):
-            # The moments first: a survey on disk says that they are there too.
+            # The moments are stored first: where a survey is on disk, they are there too.
             self.cache.keep(self.key("moments", block), distributed.broadcast(moments, owner), needed=True)
-            kept.append(distributed.broadcast(found, owner))
-            self.cache.keep(self.key("survey", block), kept[-1])
-        return kept
+            surveys.append(distributed.broadcast(survey, owner))
+            self.cache.keep(self.key("survey", block), surveys[-1])
+        return surveys
 
-    def gradients_of(self, block: Block) -> Tensors:
-        """The rows of a block's gradients. Another run that shares the cache may have dropped them."""
+    def load_gradients(self, block: Block) -> Tensors:
+        """The rows of a block's gradients, computed again where another run that shares the cache has dropped them."""
         for _ in range(2):
-            kept = self.cache.find(self.key("gradients", block))
-            if kept is not None:
-                return kept
-            self.find_gradients([b for b in self.blocks if b.index >= block.index])
+            rows = self.cache.find(self.key("gradients", block))
+            if rows is not None:
+                return rows
+            self.ensure_gradients([b for b in self.blocks if b.index >= block.index])
         raise InputError(f"the gradients in {self.cache.directory} vanish as they are made; name another with --cache")
 
     def moments(self, index: int) -> Moments:
         """The moments of z that the block's replacements are fitted on."""
         block = self.blocks[index]
-        kept = self.cache.find(self.key("moments", block))
-        if kept is None:  # lost since
-            self.look([block], self.streams(block))
-            kept = self.cache.find(self.key("moments", block))
-            if kept is None:
+        tensors = self.cache.find(self.key("moments", block))
+        if tensors is None:  # the cache has lost them since
+            self.survey_group([block], self.streams(block))
+            tensors = self.cache.find(self.key("moments", block))
+            if tensors is None:
                 raise InputError(f"the cache {self.cache.directory} cannot keep what is measured; see the warnings")
-        return unpack_moments(kept)
+        return unpack_moments(tensors)
 
 
 def open_store(model: Any, text: Text, context: RunContext) -> MomentsStore:
-    """A store for this model and text, on the run's cache or in a directory that goes with it; refused when memory or
-    disk cannot hold it."""
-    neurons = afford_neurons(model, text, context.progress)
+    """A store for this model and text, in the run's cache or in a temporary directory.
+
+    InputError where memory or disk cannot hold it.
+    """
+    neurons = choose_neurons(model, text, context.progress)
     cache = context.cache
     store = MomentsStore(model, text, neurons, cache, context)
     if cache.directory is None:
@@ -179,26 +181,25 @@ def moment_bytes(block: Block, neurons: Neurons | None) -> int:
 
 
 def disk_bytes(blocks: Sequence[Block], neurons: Mapping[int, Neurons | None], text: Text) -> int:
-    """Moments of every block, and for a while the rows of its gradients."""
+    """The size of all blocks' moments, and of the rows of their gradients, which are stored for a while."""
     rows = min(GRADIENT_TOKENS, text.held_out.numel())
     return sum(moment_bytes(block, neurons[block.index]) + 12 * rows * block.width for block in blocks)
 
 
-def afford_neurons(model: Any, text: Text, progress: Progress) -> dict[int, Neurons | None]:
-    """The neurons of every block. Say what memory and disk they take; where memory is short, blocks are linear."""
+def choose_neurons(model: Any, text: Text, progress: Progress) -> dict[int, Neurons | None]:
+    """The neurons of every block; None for all blocks where memory is too short for moments with neurons."""
     blocks = find_blocks(model)
     neurons = {block.index: find_neurons(model, block) for block in blocks}
-    free = distributed.broadcast_value(
-        int(MEMORY_SHARE * available_memory())
-    )  # all processes must come to the same plan
-    most = WORKSPACES * max(moment_bytes(block, neurons[block.index]) for block in blocks)
+    # All processes must come to the same plan, so all take the free memory of the first.
+    free = distributed.broadcast_value(int(MEMORY_SHARE * available_memory()))
+    needed = MATRICES_AT_ONCE * max(moment_bytes(block, neurons[block.index]) for block in blocks)
     progress.say(
-        f"statistics: {format_bytes(disk_bytes(blocks, neurons, text))} on disk, {format_bytes(most)} of memory at a "
+        f"statistics: {format_bytes(disk_bytes(blocks, neurons, text))} on disk, {format_bytes(needed)} of memory at a "
         f"time ({format_bytes(free)} can be had)"
     )
-    if most <= free:
+    if needed <= free:
         return neurons
-    least = WORKSPACES * max(moment_bytes(block, None) for block in blocks)
+    least = MATRICES_AT_ONCE * max(moment_bytes(block, None) for block in blocks)
     if least > free:
         raise InputError(
             f"one block's statistics need {format_bytes(least)} of memory, and {format_bytes(free)} can be had"
@@ -218,36 +219,36 @@ def refuse_short_disk(store: MomentsStore) -> None:
         )
 
 
-def own_bias(block: Block, neurons: Neurons | None, device: torch.device) -> Tensor:
-    """What the block adds to the sum over its neurons."""
+def output_bias(block: Block, neurons: Neurons | None, device: torch.device) -> Tensor:
+    """The bias of the block's output; zeros where it has none."""
     bias = neurons.outer_matrix.bias if neurons else None
     zeros = torch.zeros(block.width, dtype=ACCUMULATION_DTYPE, device=device)
     return zeros if bias is None else bias.to(zeros)
 
 
-def collect(
+def collect_moments(
     model: Any,
     block: Block,
     neurons: Neurons | None,
     stream: Stream,
     device: torch.device,
-    wanted: Sequence[Tensor] | None = None,
+    goal: Sequence[Tensor] | None = None,
     gain: float = 1.0,
     owner: int | None = None,
 ) -> Moments:
-    """The stream-weighted moments of [x, a] over the layer where the stream stands, of all processes' rows. With an
-    owner only it gets them, and the stream moves behind the layer.
+    """The stream-weighted moments of [x, a] at the layer where the stream stands, of all processes' rows.
 
-    `wanted` are the hidden states that should come out: then xy holds the moments of what the block's output lacks, of
-    which the layer adds `gain` times to its stream.
+    With an owner, only that process gets them, and the stream moves past the layer. `goal` are the states that the
+    residual stream should have after the layer, which adds `gain` times the block's output to it: with them, xy are the
+    moments of [x, a] with what the block's output lacks.
     """
     count = neurons.count if neurons else block.width
-    moments = Moments.zeros(block.width + count, block.width if wanted else 0, device, whole_yy=False)
-    turns = iter(wanted or [])
+    moments = Moments.zeros(block.width + count, block.width if goal else 0, device, whole_yy=False)
+    goals = iter(goal or [])
 
     def add(_: Block, rows: Rows) -> None:
         x, a = rows.x.to(device, ACCUMULATION_DTYPE), rows.a.to(device, ACCUMULATION_DTYPE)
-        missing = (next(turns).to(device).reshape(rows.h.shape) - rows.h.to(device)) / gain if wanted else x[:, :0]
+        missing = (next(goals).to(device).reshape(rows.h.shape) - rows.h.to(device)) / gain if goal else x[:, :0]
         moments.add(Moments.of(torch.cat([x, a], dim=1), missing, row_weights(rows.h).to(device), whole_yy=False))
 
     with capture_rows(model, [block], add, {block.index: neurons.outer_path} if neurons else None):
@@ -255,5 +256,5 @@ def collect(
             stream.run_layer()
         else:
             stream.step()
-    merge(moments, owner)
+    merge_processes(moments, owner)
     return moments

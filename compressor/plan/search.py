@@ -1,4 +1,4 @@
-"""Which blocks to replace by what: the cheapest predicted damage per parameter first, as far as the budget goes."""
+"""The search for a plan: the cheapest predicted damage per parameter first, as far as the budget goes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from compressor.evaluate.budget import Budget, Limits, budgets_of, label, limits_of
+from compressor.evaluate.budget import Budget, Limits, compute_limits, parse_budgets, text_prefix
 from compressor.evaluate.perplexity import PerplexityChange, evaluate
 from compressor.measure.gradients import Damage
 from compressor.measure.profile import Profile
@@ -16,9 +16,9 @@ from compressor.measure.verdicts import Verdict, judge_all
 from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import find_blocks
 from compressor.patch.tree import patch
-from compressor.plan.calibration import Calibration, calibrate, corrected
+from compressor.plan.calibration import Calibration, calibrate, correct_predictions
 from compressor.plan.fit import Fitter
-from compressor.plan.frontier import CLOSE_ENOUGH, Candidate, bracket, efficient, sequence
+from compressor.plan.frontier import CLOSE_ENOUGH, Candidate, find_largest_plan, grow_plans, lower_hull
 from compressor.plan.moments_store import open_store
 from compressor.plan.shapes import Shape, Shapes, list_shapes
 from compressor.plan.trials import Trial, TrialRunner
@@ -26,14 +26,14 @@ from compressor.runtime.context import RunContext
 from compressor.runtime.errors import BudgetError, InputError
 from compressor.text import Text
 
-MOST_FILLS = 4
+MOST_ENLARGEMENTS = 4
 MOST_COMPENSATIONS = 3
-USUAL_GAIN = 0.85  # what compensation leaves of a plan's cost, until it was measured
+USUAL_COMPENSATION = 0.85  # cost of a compensated plan over that of the plain one, until it is measured
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to put where, why, and what it measured on the selection text. `fits` are the modules themselves."""
+    """The shapes of the blocks to be replaced, their modules (`fits`), and what they cost on the selection text."""
 
     shapes: dict[int, Shape]
     compensated: bool
@@ -46,7 +46,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Ground:
-    """What every search on a model and a text stands on, whatever its budget: candidates with corrected predictions,
+    """What searches on a model and a text have in common, whatever their budget: candidates with corrected predictions,
     how well predictions hold, and the runner that tries plans."""
 
     candidates: dict[int, list[Candidate]]
@@ -63,11 +63,11 @@ def prepare_search(model: Any, text: Text, context: RunContext) -> Ground:
     calibration = calibrate(store, candidates, fitter)
     damages = {index: of_block.damage for index, of_block in candidates.items()}
     runner = TrialRunner(store, candidates, fitter)
-    return Ground(corrected(candidates, calibration), damages, calibration, runner)
+    return Ground(correct_predictions(candidates, calibration), damages, calibration, runner)
 
 
 class Planner:
-    """Search for the plan that saves most within the limits; another search on the same ground reuses its trials."""
+    """Searches for the plan that saves most within the limits. Another search on the same ground reuses its trials."""
 
     def __init__(
         self,
@@ -83,150 +83,158 @@ class Planner:
         self.runner = ground.runner
         self.model, self.blocks = self.runner.model, self.runner.blocks
         self.text, self.progress = self.runner.text, self.runner.context.progress
-        self.gain = USUAL_GAIN if compensate else 1.0
-        self.scale = 1.0  # measured over predicted, of the last plan tried
-        self.banned: set[Shape] = set()
+        self.compensation = USUAL_COMPENSATION if compensate else 1.0
+        self.scale = 1.0  # measured over predicted cost, of the last plan that was tried
+        self.banned: set[Shape] = set()  # shapes that run slower than the block they would replace
 
     @property
-    def rows(self) -> list[list[Candidate]]:
-        """The candidates of every block that may be touched, block by block."""
-        usable = [row for index, row in self.ground.candidates.items() if self.verdicts[index].word != "unsafe"]
-        rows = [[c for c in row if c.saved > 0 and c.shape not in self.banned] for row in usable]
-        return [row for row in rows if row]
+    def usable_candidates(self) -> list[list[Candidate]]:
+        """The candidates that save parameters, of every block that is not unsafe, block by block."""
+        safe = [row for index, row in self.ground.candidates.items() if self.verdicts[index].word != "unsafe"]
+        usable = [[c for c in row if c.saved > 0 and c.shape not in self.banned] for row in safe]
+        return [row for row in usable if row]
 
     @property
-    def affordable(self) -> list[list[Candidate]]:
-        """Those whose predicted damage is not far beyond the budget."""
+    def affordable_candidates(self) -> list[list[Candidate]]:
+        """The usable candidates whose predicted damage is not far beyond the budget."""
         most = 4 * self.limits.smallest
-        rows = [[c for c in row if c.damage <= most] for row in self.rows]
+        rows = [[c for c in row if c.damage <= most] for row in self.usable_candidates]
         return [row for row in rows if row]
 
-    def plans(self) -> list[tuple[dict[int, Shape], float]]:
+    def growing_plans(self) -> list[tuple[dict[int, Shape], float]]:
         """Plans from the smallest to the largest, each with its predicted damage."""
-        return sequence([efficient(row) for row in self.affordable])
+        return grow_plans([lower_hull(row) for row in self.affordable_candidates])
 
-    def spend(self, trial: Trial, tighten: float) -> float:
-        """The share of the budget used, of the text that uses most.
+    def budget_share(self, trial: Trial, budget_factor: float) -> float:
+        """The share of `budget_factor` times the budget that a trial uses, on the text where it uses most.
 
-        That is the point estimate plus the half-width to be expected on the verification text.
+        A trial uses its point estimate and the half-width of the interval that is expected on the verification text.
         """
-        widths = self.text.selection.tokens / self.text.verification.tokens
+        token_ratio = self.text.selection.tokens / self.text.verification.tokens
         shares = []
         for name, change in trial.changes.items():
             nats = math.log1p(change.delta / change.baseline)
             if self.limits.confidence > 0:
-                nats += math.log1p(max(0.0, change.upper - change.delta) / change.compressed) * widths**0.5
-            shares.append(nats / (self.limits.nats[name] * tighten))
+                nats += math.log1p(max(0.0, change.upper - change.delta) / change.compressed) * token_ratio**0.5
+            shares.append(nats / (self.limits.nats[name] * budget_factor))
         return max(shares)
 
-    def search(self, tighten: float = 1.0, ceiling: float = math.inf) -> Plan:
-        """The largest plan whose measured cost fits `tighten` times the budget, or a BudgetError that says how near.
+    def search(self, budget_factor: float = 1.0, ceiling: float = math.inf) -> Plan:
+        """The largest plan whose measured cost fits `budget_factor` times the budget. BudgetError when none does.
 
-        `ceiling` bounds the predicted damage: a plan that verification text refused must not come back.
+        `ceiling` bounds the predicted damage: a plan that the verification text refused must not come back.
         """
-        return self.plan_of(self.find(tighten, ceiling))
+        return self.make_plan(self.find_trial(budget_factor, ceiling))
 
-    def find(self, tighten: float, ceiling: float) -> Trial:
-        """Plans are tried with the fits that cost nothing, then the one that fits is compensated, and made larger when
-        that leaves room."""
+    def find_trial(self, budget_factor: float, ceiling: float) -> Trial:
+        """The trial that saves most within the budget.
+
+        Plans are tried without compensation, which takes no pass over the calibration text. The largest that is
+        expected to fit is then compensated, and a larger one is tried when that leaves room.
+        """
         fitting: list[Trial] = []
         for _ in range(MOST_COMPENSATIONS):
-            found = self.nearest(tighten, ceiling)
-            if found is None:
+            expected = self.largest_expected(budget_factor, ceiling)
+            if expected is None:
                 break
-            shapes, predicted = found
+            shapes, predicted = expected
             plain = self.runner.attempt(shapes, predicted)
             if not self.compensate:
-                fitting += [plain] if self.spend(plain, tighten) <= 1 else []
+                fitting += [plain] if self.budget_share(plain, budget_factor) <= 1 else []
                 break
             trial = self.runner.attempt(shapes, predicted, compensated=True)
-            used, without = self.spend(trial, tighten), self.spend(plain, tighten)
-            fitting += [t for t in (trial, plain) if self.spend(t, tighten) <= 1]
-            gain = min(max(used / without, 0.5), 1.0) if without > 0 else self.gain
-            settled = CLOSE_ENOUGH <= used <= 1 or abs(gain - self.gain) < 0.01
-            self.gain = gain
-            if settled:
+            used, plain_used = self.budget_share(trial, budget_factor), self.budget_share(plain, budget_factor)
+            fitting += [t for t in (trial, plain) if self.budget_share(t, budget_factor) <= 1]
+            compensation = min(max(used / plain_used, 0.5), 1.0) if plain_used > 0 else self.compensation
+            done = CLOSE_ENOUGH <= used <= 1 or abs(compensation - self.compensation) < 0.01
+            self.compensation = compensation
+            if done:
                 break
         if not fitting:
-            cheapest = sorted((min(row, key=lambda c: c.damage) for row in self.rows), key=lambda c: c.damage)
+            cheapest = sorted(
+                (min(row, key=lambda c: c.damage) for row in self.usable_candidates), key=lambda c: c.damage
+            )
             for single in [c for c in cheapest if c.damage < ceiling][:3]:
                 trial = self.runner.attempt({single.index: single.shape}, single.damage)
-                if self.spend(trial, tighten) <= 1:
+                if self.budget_share(trial, budget_factor) <= 1:
                     fitting.append(trial)
                     break
         if not fitting:
             raise BudgetError(self.explain_failure())
-        return max(fitting, key=lambda t: (t.saved, -self.spend(t, tighten)))
+        return max(fitting, key=lambda t: (t.saved, -self.budget_share(t, budget_factor)))
 
-    def nearest(self, tighten: float, ceiling: float) -> tuple[Shapes, float] | None:
-        """The largest plan that is expected to fit, without shapes that are slower than what they replace."""
+    def largest_expected(self, budget_factor: float, ceiling: float) -> tuple[Shapes, float] | None:
+        """The largest plan that is expected to fit once it is compensated, without shapes that are too slow."""
         while True:
-            plans = [plan for plan in self.plans() if plan[1] < ceiling]
-            costs = partial(self.cost_of, plans, tighten)
-            best = bracket(plans, self.limits.smallest * tighten / self.gain, costs, self.scale)
+            plans = [plan for plan in self.growing_plans() if plan[1] < ceiling]
+            share = partial(self.expected_share_at, plans, budget_factor)
+            best = find_largest_plan(plans, self.limits.smallest * budget_factor / self.compensation, share, self.scale)
             if best is None:
                 return None
-            shapes, predicted = self.fill(*plans[best], tighten, ceiling)
-            slow = self.slow_shapes(shapes) if self.objective == "speed" else set()
+            shapes, predicted = self.enlarge(*plans[best], budget_factor, ceiling)
+            slow = self.find_slow_shapes(shapes) if self.objective == "speed" else set()
             if not slow:
                 return shapes, predicted
             self.progress.say(f"  smaller but slower, so not chosen: {', '.join(sorted(map(str, slow)))}")
             self.banned |= slow
 
-    def cost_of(self, plans: list[tuple[dict[int, Shape], float]], tighten: float, which: int) -> float:
-        return self.cost(*plans[which], tighten)
+    def expected_share_at(
+        self, plans: list[tuple[dict[int, Shape], float]], budget_factor: float, number: int
+    ) -> float:
+        return self.expected_share(*plans[number], budget_factor)
 
-    def cost(self, shapes: Shapes, predicted: float, tighten: float) -> float:
-        """What a plan is expected to spend once it is compensated."""
-        spent = self.spend(self.runner.attempt(shapes, predicted), tighten)
-        self.scale = min(max(spent * self.limits.smallest * tighten / predicted, 0.2), 20.0) if predicted else 1.0
-        return self.gain * spent
+    def expected_share(self, shapes: Shapes, predicted: float, budget_factor: float) -> float:
+        """The share of the budget that a plan is expected to use once it is compensated."""
+        used = self.budget_share(self.runner.attempt(shapes, predicted), budget_factor)
+        self.scale = min(max(used * self.limits.smallest * budget_factor / predicted, 0.2), 20.0) if predicted else 1.0
+        return self.compensation * used
 
-    def fill(self, shapes: Shapes, predicted: float, tighten: float, ceiling: float) -> tuple[Shapes, float]:
-        """Spend what a plan leaves over: go further in the block that saves most and is predicted to fit."""
-        target = self.limits.smallest * tighten
-        refused: dict[int, int] = {}  # block → parameters saved by an candidate that did not fit
-        for _ in range(MOST_FILLS):
-            used = self.cost(shapes, predicted, tighten)
+    def enlarge(self, shapes: Shapes, predicted: float, budget_factor: float, ceiling: float) -> tuple[Shapes, float]:
+        """Use what a plan leaves of the budget: go further in the block that saves most and is predicted to fit."""
+        target = self.limits.smallest * budget_factor
+        refused: dict[int, int] = {}  # block → parameters saved by a candidate that did not fit
+        for _ in range(MOST_ENLARGEMENTS):
+            used = self.expected_share(shapes, predicted, budget_factor)
             if used >= CLOSE_ENOUGH:
                 break
             left = min((1 - used) * target / max(1.0, used * target / predicted), ceiling - predicted)
             moves = []
-            for row in self.affordable:
+            for row in self.affordable_candidates:
                 nothing = Candidate(row[0].index, Shape(), 0, 0.0)
-                now = next((o for o in row if shapes.get(o.index) == o.shape), nothing)
+                now = next((c for c in row if shapes.get(c.index) == c.shape), nothing)
                 most = refused.get(now.index, math.inf)
-                further = [o for o in row if now.saved < o.saved < most and o.damage - now.damage <= left]
-                moves += [(o.saved - now.saved, o, o.damage - now.damage) for o in further]
+                further = [c for c in row if now.saved < c.saved < most and c.damage - now.damage <= left]
+                moves += [(c.saved - now.saved, c, c.damage - now.damage) for c in further]
             if not moves:
                 break
             _, candidate, more = max(moves, key=lambda move: (move[0], -move[1].index))
             larger = {**shapes, candidate.index: candidate.shape}
-            if self.cost(larger, predicted + more, tighten) <= 1:
+            if self.expected_share(larger, predicted + more, budget_factor) <= 1:
                 shapes, predicted = larger, predicted + more
             else:
                 refused[candidate.index] = candidate.saved
         return shapes, predicted
 
-    def slow_shapes(self, shapes: Shapes) -> set[Shape]:
-        """Shapes that run slower than the block they would replace. Fewer neurons alone never do."""
+    def find_slow_shapes(self, shapes: Shapes) -> set[Shape]:
+        """Shapes that run slower than the block they would replace. Pruned blocks, without a linear part, never do."""
         timed = {index: shape for index, shape in shapes.items() if shape.rank != 0}
         return {shape for index, shape in timed.items() if self.runner.is_slower(shape, index, shapes)}
 
-    def without(self, plan: Plan, index: int) -> Plan | None:
-        """The plan with one block restored and the rest fitted again; a block that stands alone gets a milder shape."""
-        damages = {o.index: o.damage for row in self.affordable for o in row if plan.shapes.get(o.index) == o.shape}
+    def without_block(self, plan: Plan, index: int) -> Plan | None:
+        """The plan with one block restored and the rest fitted again; a plan's only block gets a milder shape."""
+        candidates = [c for row in self.affordable_candidates for c in row]
+        damages = {c.index: c.damage for c in candidates if plan.shapes.get(c.index) == c.shape}
         shapes = {i: shape for i, shape in plan.shapes.items() if i != index}
         predicted = max(0.0, plan.predicted - damages.get(index, 0.0))
         if not shapes:
-            milder = [o for row in self.affordable for o in row if o.index == index and o.damage < 0.8 * plan.predicted]
+            milder = [c for c in candidates if c.index == index and c.damage < 0.8 * plan.predicted]
             if not milder:
                 return None
-            candidate = max(milder, key=lambda o: o.saved)
+            candidate = max(milder, key=lambda c: c.saved)
             shapes, predicted = {index: candidate.shape}, candidate.damage
-        return self.plan_of(self.runner.attempt(shapes, predicted, compensated=plan.compensated))
+        return self.make_plan(self.runner.attempt(shapes, predicted, compensated=plan.compensated))
 
-    def plan_of(self, trial: Trial) -> Plan:
+    def make_plan(self, trial: Trial) -> Plan:
         return Plan(
             shapes=trial.shapes,
             compensated=trial.compensated,
@@ -234,20 +242,20 @@ class Planner:
             calibration=self.ground.calibration,
             selection=trial.changes,
             trials=self.runner.trials(),
-            fits=self.runner.fits(trial.shapes, trial.compensated),
+            fits=self.runner.fit_modules(trial.shapes, trial.compensated),
         )
 
     def explain_failure(self) -> str:
         if not self.runner.tried:
             return f"no replacement fits the budget {self.limits}: every block is unsafe to touch; nothing written"
-        nearest = min(self.runner.trials(), key=lambda trial: self.spend(trial, 1.0))
-        shares = {name: change.upper / self.limits.allowed[name] for name, change in nearest.changes.items()}
+        closest = min(self.runner.trials(), key=lambda trial: self.budget_share(trial, 1.0))
+        shares = {name: change.upper / self.limits.allowed[name] for name, change in closest.changes.items()}
         name = max(shares, key=lambda name: shares[name])
-        change = nearest.changes[name]
+        change = closest.changes[name]
         return (
-            f"no replacement fits the budget {self.limits}: closest was block {list_shapes(nearest.shapes)} with "
-            f"{label(name)}ΔPPL {change.delta:+.3f} (upper end {change.upper:+.3f}) on the selection text, windows of "
-            f"{change.seq_len} tokens; nothing written"
+            f"no replacement fits the budget {self.limits}: closest was block {list_shapes(closest.shapes)} with "
+            f"{text_prefix(name)}ΔPPL {change.delta:+.3f} (upper end {change.upper:+.3f}) on the selection text, "
+            f"windows of {change.seq_len} tokens; nothing written"
         )
 
 
@@ -259,13 +267,15 @@ def make_planner(
     objective: str = "speed",
     compensate: bool = True,
 ) -> Planner:
-    """A planner for these budgets, which mean what the source's own perplexity makes of them; blocks are judged by what
-    gradients predict."""
+    """A planner for these budgets.
+
+    Its limits follow from the source's perplexity on the verification text; blocks are judged by predictions alone.
+    """
     runner = ground.runner
     text = runner.text
     losses = evaluate(runner.model, text.verification.windows, runner.context, step="verify")
     baselines = {name: losses.part(part).perplexity for name, part in text.parts("verification").items()}
-    limits = limits_of(budgets, baselines)
+    limits = compute_limits(budgets, baselines)
     verdicts = judge_all(profile, ground.damages, limits.smallest, {})
     return Planner(ground, limits, verdicts, objective=objective, compensate=compensate)
 
@@ -282,7 +292,7 @@ def plan(
     """Search for the largest plan inside the budget. The model is left as it was; BudgetError when nothing fits."""
     context = context or RunContext()
     words = [f"{k}={v}" for k, v in max_dppl.items()] if isinstance(max_dppl, Mapping) else [str(max_dppl)]
-    budgets = budgets_of(words, text.counts, context.confidence)
+    budgets = parse_budgets(words, text.counts, context.confidence)
     return make_planner(prepare_search(model, text, context), profile, budgets, objective=objective).search()
 
 
@@ -303,7 +313,7 @@ def fit_shapes(
             known = f"{neurons.count} neurons" if neurons else "no neurons that are known"
             raise InputError(f"the plan keeps {shape.neurons} neurons in block {index}, which has {known}")
     fitter = Fitter(store, store.candidates())
-    return fitter.in_order(shapes) if compensated else fitter.at_once(shapes)
+    return fitter.fit_in_order(shapes) if compensated else fitter.fit_at_once(shapes)
 
 
 def apply(model: Any, plan: Plan | Shapes, text: Text, context: RunContext | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""The shape of a replacement: how many ranks of its input it sees linearly, and how many neurons it keeps."""
+"""The shape of a replacement: the rank of its linear part, and the number of neurons that it keeps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """A rank of None is a dense linear map, 0 none at all; without rank and neurons the bias is left."""
+    """Rank None is a dense linear map, rank 0 no linear part. With neither rank nor neurons, only a bias is left."""
 
     rank: int | None = None
     neurons: int = 0
@@ -19,12 +19,12 @@ class Shape:
             return "pruned" if self.rank == 0 else "hybrid"
         return "linear" if self.rank is None else "lowrank" if self.rank else "bias"
 
-    def weights(self, width: int, neuron: int) -> int:
-        """Parameters beside the bias; `neuron` is the size of one. A multiply and an add each per token."""
-        return (width * width if self.rank is None else 2 * width * self.rank) + self.neurons * neuron
+    def weights(self, width: int, neuron_size: int) -> int:
+        """Parameters without the bias; `neuron_size` is the number of parameters of one neuron."""
+        return (width * width if self.rank is None else 2 * width * self.rank) + self.neurons * neuron_size
 
-    def parameters(self, width: int, neuron: int) -> int:
-        return width + self.weights(width, neuron)
+    def parameters(self, width: int, neuron_size: int) -> int:
+        return width + self.weights(width, neuron_size)
 
     def __str__(self) -> str:
         linear = "linear" if self.rank is None else f"rank {self.rank}" if self.rank else ""
@@ -32,9 +32,9 @@ class Shape:
         return " + ".join(part for part in (neurons, linear) if part) or "bias"
 
 
-Shapes = Mapping[int, Shape]  # block index → what stands there
+Shapes = Mapping[int, Shape]  # block index → shape of its replacement
 
 
 def list_shapes(shapes: Shapes) -> str:
-    """Every block of a plan with what stands there, in a line."""
+    """The blocks of a plan with their shapes, in one line."""
     return ", ".join(f"{index} ({shape})" for index, shape in sorted(shapes.items()))

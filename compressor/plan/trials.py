@@ -1,4 +1,4 @@
-"""Plans on trial: fitted, put into the model, and measured on the selection text."""
+"""Trials of plans: a plan is fitted, put into the model, and measured on the selection text."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from compressor.evaluate.budget import label
+from compressor.evaluate.budget import text_prefix
 from compressor.evaluate.perplexity import Losses, PerplexityChange, compare_parts, evaluate
-from compressor.evaluate.speed import slower
+from compressor.evaluate.speed import is_slower
 from compressor.modeling_compressor import Replacement
 from compressor.patch.tree import patched
 from compressor.plan.candidates import BlockCandidates
@@ -28,12 +28,12 @@ class Trial:
     shapes: dict[int, Shape]
     predicted: float  # nats per token
     saved: int
-    compensated: bool  # fitted in order, each block making up for the ones before it
+    compensated: bool  # fitted in order of depth, each block compensating those before it
     changes: dict[str, PerplexityChange]
 
 
 class TrialRunner:
-    """Tries plans on the selection text. No budget is known here, so searches for several budgets share the trials."""
+    """Tries plans on the selection text. Trials need no budget, so searches for several budgets share them."""
 
     def __init__(self, store: MomentsStore, candidates: Mapping[int, BlockCandidates], fitter: Fitter) -> None:
         self.store, self.candidates, self.fitter = store, candidates, fitter
@@ -54,17 +54,17 @@ class TrialRunner:
             changes = compare_parts(self.before, after, parts, context.confidence, context.seed)
             saved = sum(self.candidates[index].saved(shape) for index, shape in shapes.items())
             self.tried[key] = Trial(dict(shapes), predicted, saved, compensated, changes)
-            rises = ", ".join(f"{label(name)}ΔPPL {change.delta:+.3f}" for name, change in changes.items())
+            rises = ", ".join(f"{text_prefix(name)}ΔPPL {change.delta:+.3f}" for name, change in changes.items())
             how = ", compensated" if compensated else ""
-            context.progress.say(f"  tried {summary(shapes)}{how}: {saved:,} parameters, selection {rises}")
+            context.progress.say(f"  tried {summarise_shapes(shapes)}{how}: {saved:,} parameters, selection {rises}")
         return self.tried[key]
 
     def measure(self, shapes: Shapes, compensated: bool) -> Losses:
-        """The losses of a plan on the selection text; what was measured in an earlier run is not run again."""
+        """The losses of a plan on the selection text, from the cache where an earlier run measured it."""
         split = self.text.selection
 
         def run() -> Tensors:
-            with patched(self.model, self.blocks, self.fits(shapes, compensated) if shapes else {}):
+            with patched(self.model, self.blocks, self.fit_modules(shapes, compensated) if shapes else {}):
                 return {"nats": evaluate(self.model, split.windows, self.context, step="search").nats}
 
         by_index = {index: str(shape) for index, shape in sorted(shapes.items())}
@@ -72,24 +72,28 @@ class TrialRunner:
         key = self.store.key("trial", self.blocks[0], **how)
         return Losses(self.context.cache.get("", key, run)["nats"])
 
-    def fits(self, shapes: Shapes, compensated: bool) -> dict[int, Replacement]:
-        """The modules of a plan. Those that took a pass over the text are kept."""
+    def fit_modules(self, shapes: Shapes, compensated: bool) -> dict[int, Replacement]:
+        """The modules of a plan. Compensated fits take a pass over the text, so those of the last plan are kept."""
         if not compensated:
-            return self.fitter.at_once(shapes)
+            return self.fitter.fit_at_once(shapes)
         key = tuple(sorted(shapes.items(), key=lambda item: item[0]))
         if key not in self.compensated:
-            self.compensated = {key: self.fitter.in_order(shapes)}
+            self.compensated = {key: self.fitter.fit_in_order(shapes)}
         return self.compensated[key]
 
     def is_slower(self, shape: Shape, index: int, shapes: Shapes) -> bool:
-        """Whether a shape takes longer than the block it replaces. The clock is asked once, and its answer is kept: a
-        run that goes on where it stopped must come to the same plan."""
+        """Whether a shape takes longer than the block it replaces.
+
+        The result is cached: a run that continues after an interruption must come to the same plan.
+        """
         if shape not in self.slow:
-            module = self.fits(shapes, False)[index]
+            module = self.fit_modules(shapes, False)[index]
 
             def run() -> Tensors:
-                # Twice, for a shape must not be refused because the machine was busy for a moment.
-                return {"slower": torch.tensor(all(slower(self.model, self.blocks[index], module) for _ in range(2)))}
+                # Timed twice: a shape must not be refused because the machine was busy for a moment.
+                return {
+                    "slower": torch.tensor(all(is_slower(self.model, self.blocks[index], module) for _ in range(2)))
+                }
 
             key = self.store.key("slower", self.blocks[0], shape=str(shape))
             self.slow[shape] = bool(
@@ -101,8 +105,8 @@ class TrialRunner:
         return list(self.tried.values())
 
 
-def summary(shapes: Shapes) -> str:
-    """The plan in a line: every block by name when they are few."""
+def summarise_shapes(shapes: Shapes) -> str:
+    """A plan in one line: every block where there are few, else how many there are of each kind."""
     if len(shapes) <= 4:
         return list_shapes(shapes)
     kinds = [shape.kind for shape in shapes.values()]

@@ -13,11 +13,11 @@ from zoo import VOCAB, tiny_tokenizer
 from compressor.evaluate.breakdown import (
     WORST_WINDOWS,
     Band,
-    bands,
     break_down,
-    frequency_bands,
-    position_bands,
-    worst_windows,
+    find_worst_windows,
+    frequency_masks,
+    measure_bands,
+    position_masks,
 )
 from compressor.evaluate.perplexity import Losses
 from compressor.text import Split, Text
@@ -58,7 +58,7 @@ def shares(found: list[Band]) -> dict[str, float]:
 @pytest.mark.parametrize("text", [skewed_text(), random_text()], ids=["skewed", "random"])
 def test_bands_partition_the_predicted_tokens(text: Text) -> None:
     before, after = random_losses(text), random_losses(text, seed=2)
-    for masks in (frequency_bands(text), position_bands(text.verification.windows)):
+    for masks in (frequency_masks(text), position_masks(text.verification.windows)):
         stacked = torch.stack([mask.expand_as(before.nats) for _, mask in masks])
         assert torch.equal(stacked.sum(0), torch.ones_like(before.nats, dtype=torch.long))
         assert len({name for name, _ in masks}) == len(masks)
@@ -76,7 +76,7 @@ def test_bands_partition_the_predicted_tokens(text: Text) -> None:
 
 
 def test_every_frequency_band_is_there() -> None:
-    found = [name for name, mask in frequency_bands(skewed_text()) if mask.any()]
+    found = [name for name, mask in frequency_masks(skewed_text()) if mask.any()]
     assert found == [FREQUENT, NEXT, LATER, RARE, UNSEEN]
 
 
@@ -88,7 +88,7 @@ def test_frequency_is_that_of_calibration_and_selection() -> None:
     selection = torch.full((20, 4), 30)
     verification = torch.tensor([[99, 30, 0, 8], [99, 9, 38, 45], [0, 50, 30, 30]])
     text = Text(split(calibration), split(selection), split(verification))
-    masks = dict(frequency_bands(text))
+    masks = dict(frequency_masks(text))
     assert masks[FREQUENT].tolist() == [[True, True, True], [False, False, False], [False, True, True]]
     assert masks[NEXT].tolist() == [[False] * 3, [True, True, False], [False] * 3]
     assert masks[UNSEEN].tolist() == [[False] * 3, [False, False, True], [True, False, False]]
@@ -100,7 +100,7 @@ def test_damage_to_tokens_of_one_frequency(name: str) -> None:
     """Two nats more on every token of one band: that band pays all, the others nothing."""
     text = skewed_text()
     before = random_losses(text)
-    mask = dict(frequency_bands(text))[name]
+    mask = dict(frequency_masks(text))[name]
     found = break_down(text, before, Losses(before.nats + 2 * mask), tiny_tokenizer())
     for band in found.frequency:
         hit = band.band == name
@@ -144,7 +144,7 @@ def test_damage_to_the_first_prediction() -> None:
     [(2, ["1"]), (3, ["1", "2"]), (4, ["1", "2–3"]), (10, ["1", "2–3", "4–7", "8–9"]), (9, ["1", "2–3", "4–7", "8"])],
 )
 def test_position_bands_end_with_the_window(length: int, names: list[str]) -> None:
-    masks = position_bands(torch.zeros(3, length, dtype=torch.long))
+    masks = position_masks(torch.zeros(3, length, dtype=torch.long))
     assert [name for name, _ in masks] == names
     assert sum(int(mask.sum()) for _, mask in masks) == 3 * (length - 1)
 
@@ -161,7 +161,7 @@ def test_no_rise_has_no_shares() -> None:
 def test_a_band_without_tokens_is_left_out() -> None:
     losses = Losses(torch.ones(2, 3))
     none, every = torch.zeros(2, 3, dtype=torch.bool), torch.ones(2, 3, dtype=torch.bool)
-    assert [band.band for band in bands([("none", none), ("all", every)], losses, losses)] == ["all"]
+    assert [band.band for band in measure_bands([("none", none), ("all", every)], losses, losses)] == ["all"]
 
 
 def test_the_ten_worst_windows_in_order() -> None:
@@ -176,7 +176,7 @@ def test_the_ten_worst_windows_in_order() -> None:
         after[i, i % 31] += 0.6 * order[i]
         after[i, (i + 7) % 31] += 0.3 * order[i]
         after[i, (i + 11) % 31] += 0.1 * order[i]
-    found = worst_windows(text, before, Losses(after), tokenizer)
+    found = find_worst_windows(text, before, Losses(after), tokenizer)
     worst = order.argsort(descending=True)[:WORST_WINDOWS].tolist()
     assert WORST_WINDOWS == len(found) == 10
     assert [window.window for window in found] == worst
@@ -203,7 +203,7 @@ def test_worst_windows_are_counted_in_their_own_text() -> None:
     after = before.nats.clone()
     for place, i in enumerate([6, 0, 4, 5, 8]):
         after[i] += 5 - place
-    found = worst_windows(text, before, Losses(after), tiny_tokenizer())
+    found = find_worst_windows(text, before, Losses(after), tiny_tokenizer())
     first = [(window.text_name, window.window) for window in found[:5]]
     assert first == [("code", 1), ("wiki", 0), ("wiki", 4), ("code", 0), ("code", 3)]
     assert len(found) == 9  # as many as there are

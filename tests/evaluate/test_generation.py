@@ -17,11 +17,11 @@ from compressor.evaluate.breakdown import LossBreakdown
 from compressor.evaluate.evaluator import Assessment
 from compressor.evaluate.generation import (
     PROMPTS,
-    choices_along,
     compare_continuations,
     continue_greedily,
-    distinct,
+    distinct_share,
     opening_prompts,
+    predict_along,
     read_prompts,
 )
 from compressor.evaluate.perplexity import PerplexityChange
@@ -59,7 +59,7 @@ def written_by(model: Any, prompts: Sequence[Tensor], tokens: int = TOKENS) -> T
 
 
 def along(model: Any, prompts: Sequence[Tensor], written: Tensor) -> Tensor:
-    return choices_along(model, prompts, written, Progress(), "agrees")
+    return predict_along(model, prompts, written, Progress(), "agrees")
 
 
 # Continuations
@@ -163,7 +163,7 @@ def test_two_models_are_told_apart() -> None:
     ],
 )
 def test_distinct_runs(row: list[int], size: int, share: float) -> None:
-    assert distinct(torch.tensor(row), size) == pytest.approx(share)
+    assert distinct_share(torch.tensor(row), size) == pytest.approx(share)
 
 
 VARIED = torch.arange(6 * 24).reshape(6, 24)

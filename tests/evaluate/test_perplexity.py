@@ -46,7 +46,7 @@ def test_the_shorter_way_through_a_plain_head_gives_the_same_losses(
 ) -> None:
     model, windows = tiny_model(family), random_text().selection.windows[:9]
     own = evaluate(model, windows, RunContext(batch_size=4)).nats
-    monkeypatch.setattr(evaluating, "CHUNK", 31 * 4 * 77)  # 77 words of the vocabulary at a time
+    monkeypatch.setattr(evaluating, "CHUNK_LOGITS", 31 * 4 * 77)  # 77 words of the vocabulary at a time
     if has_plain_head(model, windows):
         torch.testing.assert_close(
             evaluate(model, windows, RunContext(batch_size=4), plain=True).nats, own, rtol=1e-5, atol=1e-5

@@ -432,7 +432,7 @@ def test_code_of_lm_eval_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The user installed it; only the data are missing."""
     monkeypatch.setattr(taskfiles, "why_unreachable", lambda: None)
     tasks = find_tasks(["hellaswag"], [])
-    assert list(taskfiles.code_in(tasks[0].config))
+    assert list(taskfiles.find_code(tasks[0].config))
     refuse_unusable(tasks, trust_remote_code=False)
 
 

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from zoo import TEXT, VOCAB, WIDTH, tiny_model, tiny_tokenizer
 
 from compressor.evaluate import tasks as module
-from compressor.evaluate.tasks import Task, compare_scores, longest, lost_documents, open_tasks, score
+from compressor.evaluate.tasks import Task, compare_scores, find_lost_documents, load_tasks, longest_sequence, score
 from compressor.runtime.errors import InputError
 
 WORDS = TEXT.split()
@@ -67,7 +67,7 @@ def questions(count: int, seed: int = 0, words: int = 6) -> list[dict[str, Any]]
 
 
 def open_one(folder: Path, name: str = "mine", limit: int | None = None, trust: bool = False) -> Task:
-    (task,) = open_tasks([name], [str(folder)], limit, trust)
+    (task,) = load_tasks([name], [str(folder)], limit, trust)
     return task
 
 
@@ -193,10 +193,10 @@ def test_the_hash_knows_the_documents_and_the_configuration(tmp_path: Path) -> N
 def test_members_of_a_group_are_changed_as_it_says(tmp_path: Path) -> None:
     write_task(tmp_path, "mine", questions(4), num_fewshot=0)
     (tmp_path / "group.yaml").write_text("group: all\ntask: [{task: mine, num_fewshot: 2}]\n", encoding="utf-8")
-    (task,) = open_tasks(["all"], [str(tmp_path)], None, False)
+    (task,) = load_tasks(["all"], [str(tmp_path)], None, False)
     assert (task.name, task.aliases) == ("mine", ("all", "all"))
-    assert task.body.get_config("num_fewshot") == 2
-    assert open_one(tmp_path).body.get_config("num_fewshot") == 0
+    assert task.lm_eval_task.get_config("num_fewshot") == 2
+    assert open_one(tmp_path).lm_eval_task.get_config("num_fewshot") == 0
 
 
 def test_trusted_code_runs(tmp_path: Path) -> None:
@@ -304,8 +304,8 @@ def test_the_longest_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
 
 
 def test_the_longest_sequence_of_a_long_context() -> None:
-    assert longest(tiny_model("llama", max_position_embeddings=131_072)) == 2048
-    assert longest(tiny_model("llama", max_position_embeddings=1000)) == 1000
+    assert longest_sequence(tiny_model("llama", max_position_embeddings=131_072)) == 2048
+    assert longest_sequence(tiny_model("llama", max_position_embeddings=1000)) == 1000
 
 
 def test_a_document_beyond_the_context_loses_its_beginning(tmp_path: Path) -> None:
@@ -347,8 +347,8 @@ def test_examples_do_not_depend_on_what_was_drawn_before(tmp_path: Path) -> None
     for name, seed in (("one", 0), ("two", 1)):
         documents = [{**d, "answer": f" {d['choices'][1]}"} for d in questions(8, seed, words=3)]
         write_task(tmp_path, name, documents, **LIKELIHOOD, num_fewshot=2, fewshot_split="validation")
-    first = {task.name: task for task in open_tasks(["one", "two"], [str(tmp_path)], None, False)}
-    again = {task.name: task for task in open_tasks(["two", "one"], [str(tmp_path)], None, False)}
+    first = {task.name: task for task in load_tasks(["one", "two"], [str(tmp_path)], None, False)}
+    again = {task.name: task for task in load_tasks(["two", "one"], [str(tmp_path)], None, False)}
     expected = {name: score(model, tokenizer, task)["perplexity"].tolist() for name, task in first.items()}
     for task in (first["two"], first["one"], first["one"], again["two"], again["one"]):
         assert score(model, tokenizer, task)["perplexity"].tolist() == expected[task.name]
@@ -375,7 +375,7 @@ def test_a_template_stays_in_its_sandbox(tmp_path: Path) -> None:
 def test_lm_evals_own_filters_work_in_the_sandbox(tmp_path: Path) -> None:
     text = "{{ question | regex_replace('[a-z]', 'x') }}\n"
     write_task(tmp_path, "mine", [DOCUMENT], doc_to_text=text)
-    with module.replaced(lm_eval.utils, "env", module.sandbox(lm_eval.utils.env)):
+    with module.replaced_attribute(lm_eval.utils, "env", module.sandbox_templates(lm_eval.utils.env)):
         assert lm_eval.utils.apply_template(text, DOCUMENT) == "Sxxx xxxxx\n"
     score(tiny_model("gpt2"), tiny_tokenizer(), open_one(tmp_path))
 
@@ -429,8 +429,8 @@ def test_less_may_be_better() -> None:
     assert compare_scores(made_up(), before, after).drop == pytest.approx(-1 / 3)
     assert compare_scores(made_up(better=-1), before, after).drop == pytest.approx(1 / 3)
     assert compare_scores(made_up(better=-1), before, after).upper > 1 / 3
-    assert lost_documents(made_up(), before, after, 9) == []
-    assert lost_documents(made_up(better=-1), before, after, 9) == [0]
+    assert find_lost_documents(made_up(), before, after, 9) == []
+    assert find_lost_documents(made_up(better=-1), before, after, 9) == [0]
 
 
 def test_the_interval_covers_the_true_drop() -> None:
@@ -469,9 +469,9 @@ def test_other_metrics_are_reported() -> None:
 def test_lost_documents_are_the_worst_in_their_order() -> None:
     before = values(1.0, 0.9, 0.5, 1.0, 0.2, 1.0)
     after = values(0.9, 0.1, 0.6, 0.0, 0.2, 0.5)
-    assert lost_documents(made_up(), before, after, 9) == [0, 1, 3, 5]
-    assert lost_documents(made_up(), before, after, 2) == [1, 3]
-    assert lost_documents(made_up(), before, after, 1) == [3]
+    assert find_lost_documents(made_up(), before, after, 9) == [0, 1, 3, 5]
+    assert find_lost_documents(made_up(), before, after, 2) == [1, 3]
+    assert find_lost_documents(made_up(), before, after, 1) == [3]
 
 
 def test_the_metric_that_was_asked_for(tmp_path: Path) -> None:
@@ -648,5 +648,5 @@ def test_a_metric_that_is_a_script_is_not_run(tmp_path: Path, hf_evaluate: bool)
     means = {"metric": "acc", "aggregation": "mean", "higher_is_better": True}
     write_task(tmp_path / "tasks", "mine", metric_list=[means, extra])
     with pytest.raises(InputError, match="not one of lm-eval's own"):
-        open_tasks(["mine"], [str(tmp_path / "tasks")], None, False)
+        load_tasks(["mine"], [str(tmp_path / "tasks")], None, False)
     assert not (tmp_path / "ran").exists()

@@ -7,7 +7,7 @@ import torch
 from planted import LinearFFN, WildFFN, planted_model, random_text
 from zoo import REPRESENTATIVE, tiny_model
 
-from compressor.measure.probes import cross, moments_of, refuse_widths, whitener
+from compressor.measure.probes import cross, moments_of, refuse_different_widths, whitening_matrix
 from compressor.measure.profile import measure
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
@@ -42,7 +42,7 @@ def test_white_inputs_have_unit_covariance_where_they_vary() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(500, 5, generator=generator) @ torch.randn(5, 8, generator=generator) + 1  # rank 5 of 8
     moments = moments_of(x, x[:, :0])
-    white = (x.double() - moments.mean_x) @ whitener(moments)
+    white = (x.double() - moments.mean_x) @ whitening_matrix(moments)
     values = torch.linalg.eigvalsh(white.T @ white / len(white))
     torch.testing.assert_close(values[3:], torch.ones(5, dtype=torch.float64), rtol=1e-4, atol=1e-4)
     assert values[:3].abs().max() < 1e-6
@@ -61,4 +61,4 @@ def test_other_widths_are_refused_with_both() -> None:
 
     other = GPT2LMHeadModel(GPT2Config(n_embd=48, n_layer=2, n_head=4, vocab_size=50, n_positions=32))
     with pytest.raises(InputError, match=r"--cross b has blocks of width 48, a of width 32"):
-        refuse_widths(tiny_model("gpt2"), other, "a", "b")
+        refuse_different_widths(tiny_model("gpt2"), other, "a", "b")

@@ -10,7 +10,13 @@ from planted import SEQ_LEN, LinearFFN, WildFFN, planted_model, random_text
 from zoo import FAMILIES, tiny_model
 
 from compressor.evaluate.perplexity import evaluate
-from compressor.measure.gradients import GRADIENT_TOKENS, Gradients, predict, predict_damage, walk_gradients
+from compressor.measure.gradients import (
+    GRADIENT_TOKENS,
+    Gradients,
+    predict_damages,
+    predict_ladder_damage,
+    visit_gradients,
+)
 from compressor.measure.probes import Sample, sample_rows
 from compressor.measure.profile import measure
 from compressor.models.blocks import find_blocks
@@ -21,7 +27,7 @@ from compressor.runtime.progress import Progress
 
 def sample_gradients(model: Any, windows: torch.Tensor, tokens: int = GRADIENT_TOKENS) -> dict[int, Gradients]:
     found: dict[int, Gradients] = {}
-    walk_gradients(
+    visit_gradients(
         model, find_blocks(model), windows, lambda b, rows: found.update({b.index: rows}), Progress(), tokens
     )
     return found
@@ -65,7 +71,7 @@ def test_damage_of_every_rank_equals_the_direct_computation() -> None:
     for block, sample in sample_rows(model, find_blocks(model), text.fitting, text.held_out, batch_size=8):
         rows = gradients[block.index]
         ladder = fit_ladder(*sample.moments(), rows.metric)
-        damage = predict_damage(ladder, rows)
+        damage = predict_ladder_damage(ladder, rows)
         assert damage.by_rank is not None
         for rank in (0, 1, 7, block.width):
             predicted = ladder.at(rank)(rows.x.double())
@@ -79,7 +85,7 @@ def test_damage_of_every_rank_equals_the_direct_computation() -> None:
 def test_the_damage_of_a_profile_is_that_of_its_least_squares_maps() -> None:
     model, text = tiny_model("llama"), random_text()
     gradients = sample_gradients(model, text.held_out)
-    found = predict(model, measure(model, text), text, RunContext())
+    found = predict_damages(model, measure(model, text), text, RunContext())
     for block, sample in sample_rows(model, find_blocks(model), text.fitting, text.held_out, batch_size=8):
         rows = gradients[block.index]
         errors = by_lstsq(sample, rows.x.double()) - rows.y.double()
@@ -97,7 +103,7 @@ def by_lstsq(sample: Sample, x: torch.Tensor) -> torch.Tensor:
 
 def test_a_linear_block_is_predicted_to_cost_nothing() -> None:
     model, text = planted_model(LinearFFN(), WildFFN(), WildFFN(seed=5)), random_text()
-    linear, wild, _ = predict(model, measure(model, text), text, RunContext()).values()
+    linear, wild, _ = predict_damages(model, measure(model, text), text, RunContext()).values()
     assert linear.linear < 1e-6
     assert linear.factorised < 1e-6
     assert wild.linear > 1e-3

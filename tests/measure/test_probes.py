@@ -122,7 +122,7 @@ def test_rows_that_memory_does_not_hold_are_sampled_and_that_is_said(
     everything = draw_windows(text, 32, Progress(visible=True))
     assert everything[2] is False
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(probing, "affordable", lambda width: 640)
+    monkeypatch.setattr(probing, "rows_in_memory", lambda width: 640)
     fitting, held_out, sampled = draw_windows(text, 32, Progress(visible=True))
     assert sampled
     assert fitting.numel() + held_out.numel() == 640

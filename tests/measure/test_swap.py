@@ -85,5 +85,5 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: py
     model, text = tiny_model("gpt2"), random_text()
     profile, cache = measure(model, text), Cache(tmp_path, Progress())
     first = Sweeper(model, profile, text, 200, RunContext(cache=cache)).alone()
-    monkeypatch.setattr(SingleBlockTrials, "begin", lambda self: pytest.fail("measured again"))
+    monkeypatch.setattr(SingleBlockTrials, "start_pass", lambda self: pytest.fail("measured again"))
     assert Sweeper(model, profile, text, 200, RunContext(cache=cache)).alone() == first

@@ -15,7 +15,7 @@ from compressor.models.blocks import Rows, capture_rows, find_blocks
 from compressor.models.neurons import find_neurons
 from compressor.patch.tree import patched
 from compressor.plan.fit import build_replacement
-from compressor.plan.moments_store import open_store, own_bias
+from compressor.plan.moments_store import open_store, output_bias
 from compressor.plan.selection import Fitted
 from compressor.plan.shapes import Shape
 from compressor.runtime.context import RunContext
@@ -35,7 +35,7 @@ def test_all_neurons_kept_is_the_model_itself(family: str) -> None:
         assert neurons is not None, block.path
         assert neurons.gated == (family in GATED)
         everything = Shape(0, neurons.count)
-        bias = own_bias(block, neurons, torch.device("cpu"))
+        bias = output_bias(block, neurons, torch.device("cpu"))
         whole = Fitted(torch.arange(neurons.count), None, None, neurons.outer, bias, 0.0)
         fits[block.index] = build_replacement(block, neurons, everything, whole).float()
         assert abs(block.parameters - everything.parameters(block.width, neurons.size)) <= block.width

@@ -177,10 +177,10 @@ def test_a_finished_run_is_not_measured_again(
         raise AssertionError("the model was run")
 
     for module, part in [
-        *((assessing, name) for name in ("evaluate", "score", "continue_greedily", "choices_along")),
-        *((trials, name) for name in ("evaluate", "slower")),
+        *((assessing, name) for name in ("evaluate", "score", "continue_greedily", "predict_along")),
+        *((trials, name) for name in ("evaluate", "is_slower")),
         (fitting, "Stream"),
-        (fitting, "collect"),
+        (fitting, "collect_moments"),
     ]:
         monkeypatch.setattr(module, part, refuse)
     out = tmp_path / "out"
@@ -207,7 +207,7 @@ def test_a_plan_is_applied_where_it_stopped(
     ]
     assert names(tmp_path) == ["cache"]
     with monkeypatch.context() as patch:
-        patch.setattr(fitting, "collect", fail)
+        patch.setattr(fitting, "collect_moments", fail)
         patch.setattr(assessing, "evaluate", fail)
         second = compress(*arguments, "--out", tmp_path / "out")
     assert second.code == 0, second.err

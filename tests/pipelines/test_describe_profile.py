@@ -54,10 +54,10 @@ def test_every_step_of_the_ladder_is_the_best_map_of_its_rank(family: str) -> No
 def test_the_rank_that_is_enough_is_the_planted_one() -> None:
     model, text = planted_model(LinearFFN(rank=5), LinearFFN(), WildFFN()), random_text()
     low, full, wild = measure(model, text).blocks
-    assert 3 <= low.enough_rank <= 5
+    assert 3 <= low.sufficient_rank <= 5
     assert low.ladder[5].item() == pytest.approx(1, abs=1e-6)
-    assert full.enough_rank > 12
-    assert 0 <= wild.enough_rank <= WIDTH
+    assert full.sufficient_rank > 12
+    assert 0 <= wild.sufficient_rank <= WIDTH
     assert low.input_rank == WIDTH - 1  # a LayerNorm's output has no variance along one direction
     assert 1 < low.input_effective_rank <= WIDTH
 

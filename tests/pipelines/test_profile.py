@@ -254,7 +254,7 @@ def test_two_corpora_of_one_name_are_told_apart(compress: Compress, models: Path
 def test_rows_that_memory_does_not_hold_are_sampled_and_the_report_says_so(
     compress: Compress, models: Path, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compressor.measure.probes.affordable", lambda width: 1000)
+    monkeypatch.setattr("compressor.measure.probes.rows_in_memory", lambda width: 1000)
     done = compress("profile", models / "gpt2", *options, "--probe", "trained", "--probe-steps", "5", "--json")
     assert done.code == 0, done.err
     probes = json.loads(done.out)["probes"]

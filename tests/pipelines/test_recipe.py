@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from compressor.evaluate.budget import Budget, drops_of
+from compressor.evaluate.budget import Budget, parse_task_drops
 from compressor.pipelines.recipe import Recipe, dump, resolve
 from compressor.runtime.errors import InputError
 
@@ -34,8 +34,8 @@ def test_budget_is_read(text: str | float, amount: float, percent: bool) -> None
 
 
 def test_budget_in_perplexity() -> None:
-    assert Budget.parse("2%").dppl(50) == pytest.approx(1.0)
-    assert Budget.parse("0.7").dppl(50) == 0.7
+    assert Budget.parse("2%").allowed_rise(50) == pytest.approx(1.0)
+    assert Budget.parse("0.7").allowed_rise(50) == 0.7
 
 
 @pytest.mark.parametrize("text", ["1.0", "2%", "0.125", "1e-09", "12.5%"])
@@ -125,11 +125,11 @@ def test_a_plain_budget_is_that_of_all_texts_without_their_own() -> None:
 
 def test_the_drop_of_a_task_its_group_or_all() -> None:
     asked = {"blimp_a": ["blimp"], "blimp_b": ["blimp"], "piqa": ["piqa:acc_norm", "piqa"], "boolq": []}
-    found = drops_of(["0.5", "blimp=0.1", "blimp_b=0.2", "piqa=3%"], asked)
+    found = parse_task_drops(["0.5", "blimp=0.1", "blimp_b=0.2", "piqa=3%"], asked)
     assert found == {"blimp_a": 0.1, "blimp_b": 0.2, "piqa": 0.03, "boolq": 0.5}
-    assert drops_of([], asked) == dict.fromkeys(asked)
+    assert parse_task_drops([], asked) == dict.fromkeys(asked)
     with pytest.raises(InputError, match="no task 'piqb'"):
-        drops_of(["piqb=0.1"], asked)
+        parse_task_drops(["piqb=0.1"], asked)
 
 
 def test_recipe_does_not_change() -> None:

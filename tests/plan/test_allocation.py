@@ -83,11 +83,11 @@ def test_what_is_planted_is_found_and_nothing_else_is_touched() -> None:
 def test_a_smaller_but_slower_shape_is_not_chosen_for_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def slower(_model: Any, _block: Any, replacement: Any) -> bool:
+    def is_slower(_model: Any, _block: Any, replacement: Any) -> bool:
         asked.append(replacement.kind)
         return bool(replacement.kind == "hybrid")
 
-    monkeypatch.setattr("compressor.plan.trials.slower", slower)
+    monkeypatch.setattr("compressor.plan.trials.is_slower", is_slower)
     model = planted_gpt2()
     ground, profile = prepare_search(model, TEXT, RunContext()), measure(model, TEXT)
     budgets = {"text": Budget.parse("0.01%")}
@@ -101,11 +101,11 @@ def test_a_smaller_but_slower_shape_is_not_chosen_for_speed(monkeypatch: pytest.
 
 def test_the_clock_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A run that goes on where another stopped comes to the same plan, whatever the clock says by then."""
-    monkeypatch.setattr("compressor.plan.trials.slower", lambda *_: True)
+    monkeypatch.setattr("compressor.plan.trials.is_slower", lambda *_: True)
     model, kept = planted_gpt2(), RunContext(cache=Cache(tmp_path / "cache", Progress()))
     profile, budgets = measure(model, TEXT), {"text": Budget.parse("0.01%")}
     first = make_planner(prepare_search(model, TEXT, kept), profile, budgets).search()
-    monkeypatch.setattr("compressor.plan.trials.slower", lambda *_: False)
+    monkeypatch.setattr("compressor.plan.trials.is_slower", lambda *_: False)
     assert make_planner(prepare_search(model, TEXT, kept), profile, budgets).search().shapes == first.shapes
     assert make_planner(prepare_search(model, TEXT, RunContext()), profile, budgets).search().shapes != first.shapes
 
@@ -120,8 +120,8 @@ def test_slower_is_measured() -> None:
                 x = functional.linear(x, torch.eye(256))
             return x
 
-    assert timing.slower(model, block, Slow())  # type: ignore[arg-type]
-    assert not timing.slower(model, block, torch.nn.Identity())  # type: ignore[arg-type]
+    assert timing.is_slower(model, block, Slow())  # type: ignore[arg-type]
+    assert not timing.is_slower(model, block, torch.nn.Identity())  # type: ignore[arg-type]
 
 
 def test_flops_count_every_matrix_once() -> None:
@@ -166,7 +166,7 @@ def test_the_stream_is_made_up_for_where_the_block_is_added_to_it(family: str) -
 def test_blocks_are_fitted_in_order_in_every_kind_of_family(family: str) -> None:
     model = tiny_model(family)
     statistics = open_store(model, TEXT, RunContext())
-    fits = Fitter(statistics, statistics.candidates()).in_order({0: Shape(0), 1: Shape(0, 20)})
+    fits = Fitter(statistics, statistics.candidates()).fit_in_order({0: Shape(0), 1: Shape(0, 20)})
     assert [fits[i].kind for i in fits] == ["bias", "pruned"]
     assert all(p.isfinite().all() for module in fits.values() for p in module.parameters())
 

@@ -21,8 +21,8 @@ from compressor.models.blocks import Block, Rows, backbone, capture_rows, find_b
 from compressor.patch.tree import patched
 from compressor.plan.candidates import kept_sets
 from compressor.plan.fit import Fitter
-from compressor.plan.frontier import Candidate, bracket, efficient, ladder_of, sequence
-from compressor.plan.moments_store import collect, open_store
+from compressor.plan.frontier import Candidate, find_largest_plan, grow_plans, list_ranks, lower_hull
+from compressor.plan.moments_store import collect_moments, open_store
 from compressor.plan.search import fit_shapes, make_planner, prepare_search
 from compressor.plan.shapes import Shape
 from compressor.runtime.cache import Cache
@@ -49,21 +49,21 @@ def test_a_form_counts_what_its_module_has(gated: bool) -> None:
 
 @pytest.mark.parametrize("width", [2, 32, 576, 768])
 def test_every_rung_of_the_ladder_is_smaller_than_the_one_before(width: int) -> None:
-    sizes = [Shape(rank).parameters(width, 0) for rank in ladder_of(width)]
+    sizes = [Shape(rank).parameters(width, 0) for rank in list_ranks(width)]
     assert sizes == sorted(set(sizes), reverse=True)
     assert sizes[-1] == width
 
 
 def test_the_frontier_is_convex_and_without_waste() -> None:
     options = [option(0, 10, 1.0), option(0, 20, 4.0), option(0, 30, 4.5), option(0, 40, 9.0), option(0, 35, 9.5)]
-    assert [o.saved for o in efficient(options)] == [10, 30, 40]
-    assert efficient([option(0, 10, 5.0), option(0, 20, 1.0)]) == [option(0, 20, 1.0)]
-    assert efficient([option(0, -5, 0.0), option(0, 0, 0.0)]) == []
+    assert [o.saved for o in lower_hull(options)] == [10, 30, 40]
+    assert lower_hull([option(0, 10, 5.0), option(0, 20, 1.0)]) == [option(0, 20, 1.0)]
+    assert lower_hull([option(0, -5, 0.0), option(0, 0, 0.0)]) == []
 
 
 def test_plans_grow_by_the_cheapest_step() -> None:
     hulls = [[option(0, 10, 1.0), option(0, 20, 3.0)], [option(1, 10, 0.5), option(1, 30, 6.5)]]
-    plans = sequence(hulls)
+    plans = grow_plans(hulls)
     chosen = [{index: shape.rank for index, shape in shapes.items()} for shapes, _ in plans]
     assert chosen == [{1: 10}, {0: 10, 1: 10}, {0: 20, 1: 10}, {0: 20, 1: 30}]
     assert [p[1] for p in plans] == pytest.approx([0.5, 1.5, 3.5, 9.5])
@@ -76,11 +76,11 @@ def test_the_bracket_finds_the_last_plan_that_fits(last: int, error: float) -> N
     plans = [({k: Shape(0)}, error * (k + 1)) for k in range(40)]
     asked: list[int] = []
 
-    def spend(k: int) -> float:
+    def measure_share(k: int) -> float:
         asked.append(k)
         return 0.5 + 0.5 * (k + 1) / (last + 1.5) if k <= last else 1.0 + (k - last) / 40
 
-    found = bracket(plans, target=float(last + 1), spend=spend)
+    found = find_largest_plan(plans, target=float(last + 1), measure_share=measure_share)
     assert (-1 if found is None else found) in range(max(-1, last - 8), last + 1)
     assert len(asked) == len(set(asked)) <= 7
 
@@ -151,7 +151,7 @@ def test_a_larger_budget_saves_at_least_as_much() -> None:
     for budget in ("1%", "4%", "30%"):
         plan = make_planner(ground, profile, {"text": Budget.parse(budget, confidence=0)}).search()
         found = plan.selection["text"]
-        assert found.delta <= Budget.parse(budget).dppl(found.baseline) * 1.01
+        assert found.delta <= Budget.parse(budget).allowed_rise(found.baseline) * 1.01
         saved.append(sum(ground.runner.candidates[index].saved(shape) for index, shape in plan.shapes.items()))
     assert saved == sorted(saved)
     assert saved[-1] > saved[0]
@@ -169,7 +169,7 @@ def test_each_block_is_fitted_on_the_inputs_it_will_get(shape: Shape) -> None:
     model = tiny_model("gpt2").double()
     blocks = find_blocks(model)
     fitter = fitter_of(model)
-    fits = fitter.in_order({0: Shape(0), 2: shape})
+    fits = fitter.fit_in_order({0: Shape(0), 2: shape})
     wanted: list[Rows] = []
     rows: list[Rows] = []
     with torch.no_grad():
@@ -188,7 +188,7 @@ def test_each_block_is_fitted_on_the_inputs_it_will_get(shape: Shape) -> None:
         least_squares = torch.linalg.lstsq(weights * torch.cat(features, 1), weights * y).solution
         least = (weights * (torch.cat(features, 1) @ least_squares - y)).square().sum()
         error = (weights * (fits[2](x) - y)).square().sum()
-        at_once = (weights * (fitter.at_once({2: shape})[2](x) - y)).square().sum()
+        at_once = (weights * (fitter.fit_at_once({2: shape})[2](x) - y)).square().sum()
     assert least <= error <= least * 1.1  # shrinking to the original weights costs a little on these rows
     assert error < at_once
 
@@ -197,7 +197,7 @@ def test_weights_are_rounded_to_the_storage_dtype_before_they_are_measured() -> 
     model = tiny_model("gpt2")
     fitter = fitter_of(model)
     fitter.dtype = torch.bfloat16
-    fits = fitter.at_once({1: Shape(4, 9)})
+    fits = fitter.fit_at_once({1: Shape(4, 9)})
     for parameter in fits[1].parameters():
         assert parameter.dtype == torch.float32
         assert torch.equal(parameter, parameter.bfloat16().float())
@@ -223,25 +223,25 @@ def test_fits_go_on_where_they_stopped(
     before = logits(model)
     fitter = fitter_of(model, cache=Cache(tmp_path / "cache", Progress()))
     fitter.dtype = stored
-    whole = fitter.in_order(shapes)
+    whole = fitter.fit_in_order(shapes)
     keys = [fitter.key(shapes, index) for index in shapes]
     fitted: list[int] = []
 
     def count(model: Any, block: Block, *rest: Any) -> Moments:
         fitted.append(block.index)
-        return collect(model, block, *rest)
+        return collect_moments(model, block, *rest)
 
-    monkeypatch.setattr("compressor.plan.fit.collect", count)
+    monkeypatch.setattr("compressor.plan.fit.collect_moments", count)
     for done in (3, 2, 1, 0):
         for key in keys[done:]:
             fitter.store.cache.place(key)[0].unlink()
         fitted.clear()
-        again = fitter.in_order(shapes)
+        again = fitter.fit_in_order(shapes)
         assert sorted(set(fitted)) == list(range(done, 3))
         for index, module in whole.items():
             assert again[index].spec() == module.spec()
             assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again[index].parameters(), strict=True))
-    other = fitter.in_order({**shapes, 2: Shape(None)})  # another plan that begins in the same way
+    other = fitter.fit_in_order({**shapes, 2: Shape(None)})  # another plan that begins in the same way
     assert set(fitted) == {0, 1, 2}
     assert torch.equal(other[1].bias, whole[1].bias)
     assert torch.equal(logits(model), before)
@@ -269,5 +269,5 @@ def test_a_failed_fit_leaves_the_model_alone() -> None:
     fitter = fitter_of(model)
     model.transformer.h[2].mlp.act = Broken()
     with pytest.raises(RuntimeError, match="broken"):
-        fitter.in_order({0: Shape(1), 2: Shape(1)})
+        fitter.fit_in_order({0: Shape(1), 2: Shape(1)})
     assert not any(isinstance(module, Replacement) for module in model.modules())

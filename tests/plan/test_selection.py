@@ -10,7 +10,16 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from compressor.measure.moments import Moments
-from compressor.plan.selection import Elimination, choose_strength, eliminate, error_of, refit, root_of, scale, solve
+from compressor.plan.selection import (
+    Elimination,
+    choose_shrinkage,
+    eliminate,
+    factor_metric,
+    refit,
+    scale_moments,
+    solve_weights,
+    weighted_error,
+)
 
 WIDTH, NEURONS, ROWS = 24, 60, 4000
 EYE = torch.eye(WIDTH, dtype=torch.float64)
@@ -40,7 +49,7 @@ class Planted:
         self.a = silu(self.x @ self.inner.T)
         self.y = self.a @ self.outer
         self.moments = moments_of(self.x, self.a)
-        self.scaled = scale(self.moments, self.outer)
+        self.scaled = scale_moments(self.moments, self.outer)
 
     def eliminate(self, *, with_inputs: bool, counts: tuple[int, ...] = ()) -> Elimination:
         return eliminate(self.scaled, EYE, list(counts), with_inputs=with_inputs)
@@ -49,7 +58,7 @@ class Planted:
 def test_a_rank_5_map_with_7_live_neurons_is_found_as_exactly_that() -> None:
     planted = Planted()
     run = planted.eliminate(with_inputs=True)
-    free = run.marks[0]
+    free = run.subsets[0]
     assert len(free.kept) == 7
     live = {n - 7 if 17 <= n < 20 else n for n in free.kept.tolist()}  # one of each pair of duplicates
     assert live == set(range(10, 17))
@@ -63,8 +72,8 @@ def test_a_rank_5_map_with_7_live_neurons_is_found_as_exactly_that() -> None:
 
 def test_without_the_inputs_the_linear_map_needs_its_neurons() -> None:
     run = Planted().eliminate(with_inputs=False)
-    assert len(run.marks[0].kept) == 17
-    assert set(run.marks[0].kept.tolist()) >= set(range(10))
+    assert len(run.subsets[0].kept) == 17
+    assert set(run.subsets[0].kept.tolist()) >= set(range(10))
 
 
 @pytest.mark.parametrize("with_inputs", [True, False])
@@ -77,25 +86,25 @@ def test_dead_neurons_go_first_then_duplicates(with_inputs: bool) -> None:
 
 
 @pytest.mark.parametrize("with_inputs", [True, False])
-def test_the_error_of_a_mark_is_that_of_least_squares_on_the_rows(with_inputs: bool) -> None:
+def test_the_error_of_a_subset_is_that_of_least_squares_on_the_rows(with_inputs: bool) -> None:
     x = random(800, 6, seed=1) + 5
     a = silu(x @ random(6, 20, seed=2))
     outer, root = random(20, 6, seed=3), random(6, 6, seed=4)
-    run = eliminate(scale(moments_of(x, a), outer), root, [15, 9, 4], with_inputs=with_inputs)
-    for mark in run.marks:
+    run = eliminate(scale_moments(moments_of(x, a), outer), root, [15, 9, 4], with_inputs=with_inputs)
+    for subset in run.subsets:
         for rank in (0, 6):
-            features = torch.cat([torch.ones(800, 1), a[:, mark.kept], *([x] if rank else [])], 1)
+            features = torch.cat([torch.ones(800, 1), a[:, subset.kept], *([x] if rank else [])], 1)
             y = a @ outer
             errors = (features @ torch.linalg.lstsq(features, y).solution - y) @ root
             expected = errors.square().sum().item() / 800
-            assert mark.errors[rank].item() == pytest.approx(expected, rel=1e-4, abs=1e-7 * run.total)
+            assert subset.errors[rank].item() == pytest.approx(expected, rel=1e-4, abs=1e-7 * run.total)
 
 
 def test_a_greedy_step_is_the_best_single_removal() -> None:
     x = random(500, 4, seed=1)
     a = silu(x @ random(4, 8, seed=2))
     outer = random(8, 4, seed=3)
-    run = eliminate(scale(moments_of(x, a), outer), torch.eye(4, dtype=torch.float64), [7], with_inputs=False)
+    run = eliminate(scale_moments(moments_of(x, a), outer), torch.eye(4, dtype=torch.float64), [7], with_inputs=False)
 
     def error(gone: int) -> float:
         kept = [n for n in range(8) if n != gone]
@@ -127,13 +136,13 @@ def test_the_low_rank_beside_neurons_is_the_best_in_the_metric() -> None:
     """No other projection of the linear part errs less; the whole of it, less still."""
     planted = Planted()
     kept = torch.arange(10, 14)
-    root = root_of(random(WIDTH, WIDTH, seed=9) @ random(WIDTH, WIDTH, seed=9).T)
+    root = factor_metric(random(WIDTH, WIDTH, seed=9) @ random(WIDTH, WIDTH, seed=9).T)
     errors = []
     for rank in (0, 1, 3, None):
-        change, linear = solve(planted.scaled, kept, rank, root, 0.0, 0.0)
-        errors.append(error_of(planted.scaled, kept, change, linear, root[0], 0.0))
+        change, linear = solve_weights(planted.scaled, kept, rank, root, 0.0, 0.0)
+        errors.append(weighted_error(planted.scaled, kept, change, linear, root[0], 0.0))
     assert errors == sorted(errors, reverse=True)
-    change, linear = solve(planted.scaled, kept, 3, root, 0.0, 0.0)
+    change, linear = solve_weights(planted.scaled, kept, 3, root, 0.0, 0.0)
     assert linear is not None
     for seed in range(5):
         other = linear[0] + 1e-2 * linear[0].norm() * random(*linear[0].shape, seed=seed) / 30
@@ -141,7 +150,7 @@ def test_the_low_rank_beside_neurons_is_the_best_in_the_metric() -> None:
             planted.scaled.gram[WIDTH + kept][:, WIDTH + kept], planted.scaled.gram[WIDTH + kept, :WIDTH]
         )
         moved = change - through @ ((other - linear[0]) @ linear[1].T)
-        assert error_of(planted.scaled, kept, moved, (other, linear[1]), root[0], 0.0) >= errors[2]
+        assert weighted_error(planted.scaled, kept, moved, (other, linear[1]), root[0], 0.0) >= errors[2]
 
 
 def test_what_the_stream_lacks_is_made_up_for() -> None:
@@ -171,10 +180,10 @@ def test_strength_and_target_are_those_that_held_out_rows_want() -> None:
 
     outer, kept = random(30, 5, seed=3), torch.arange(30)
     eye = torch.eye(5, dtype=torch.float64)
-    ridge, target = choose_strength(half(1, False), half(9, False), outer, kept, 0, (eye, eye))
+    ridge, target = choose_shrinkage(half(1, False), half(9, False), outer, kept, 0, (eye, eye))
     assert target == 1.0
     assert ridge <= 1e-3
-    ridge, target = choose_strength(half(1, True), half(9, True), outer, kept, 0, (eye, eye))
+    ridge, target = choose_shrinkage(half(1, True), half(9, True), outer, kept, 0, (eye, eye))
     assert target < 1.0 or ridge == 1.0
 
 

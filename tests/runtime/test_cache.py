@@ -346,7 +346,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         def refuse(*_: Any, **__: Any) -> None:
             raise AssertionError("the model was run")
 
-        for name in ("evaluate", "score", "continue_greedily", "choices_along"):
+        for name in ("evaluate", "score", "continue_greedily", "predict_along"):
             monkeypatch.setattr(assessing, name, refuse)
 
     return forbid
