@@ -318,14 +318,14 @@ def take_weight_index(loaded: PreTrainedModel) -> dict[str, tuple[Shard, str]]:
 
 
 @contextmanager
-def raising_input_error(what: str, remedy: str = MODEL_ALTERNATIVES) -> Iterator[None]:
+def raising_input_error(problem: str, remedy: str = MODEL_ALTERNATIVES) -> Iterator[None]:
     """Turn any exception, except InputError and MemoryError, into an InputError of one line."""
     try:
         yield
     except (InputError, MemoryError):
         raise
     except Exception as error:
-        raise InputError(f"{what}: {reason_of(error)}; {remedy}") from error
+        raise InputError(f"{problem}: {reason_of(error)}; {remedy}") from error
 
 
 @contextmanager

@@ -204,9 +204,8 @@ def process_key(key: Mapping[str, Any]) -> dict[str, Any]:
 
 def split_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
     """Split the arguments of a layer's forward into the hidden states and the others by name."""
-    names = list(inspect.signature(type(layer).forward).parameters)[
-        1:
-    ]  # of the class: `passing_through` replaces the instance's
+    forward = type(layer).forward  # of the class, because `passing_through` replaces that of the instance
+    names = list(inspect.signature(forward).parameters)[1:]
     named = dict(zip(names, args, strict=False)) | kwargs
     hidden = named.pop("hidden_states")
     return hidden, named

@@ -187,7 +187,7 @@ def test_llama_cpp_makes_the_same_tokens(case: tuple[PreTrainedTokenizerFast, Ru
 def test_where_llama_cpp_differs_it_is_said(tmp_path: Path) -> None:
     composed = make_words(PRE_TOKENIZERS[0])
     composed.backend_tokenizer.normalizer = normalizers.NFC()
-    assert write(tmp_path / "nfc.gguf", composed) == ["llama.cpp does not put text into Unicode's NFC shape"]
+    assert write(tmp_path / "nfc.gguf", composed) == ["llama.cpp does not put text into Unicode's NFC form"]
     first = make_pieces(None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False))
     assert len(write(tmp_path / "first.gguf", first)) == 2
     with Runner(tmp_path / "first.gguf", Settings(context=64)) as run:
