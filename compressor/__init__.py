@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from compressor.pipelines.outputs import save
     from compressor.plan.search import apply, plan
     from compressor.plan.shapes import Shape
+    from compressor.runtime.context import RunContext
     from compressor.text import load_text
 
 __version__ = "0.1.0"
 __all__ = [
+    "RunContext",
     "Shape",
     "__version__",
     "apply",
@@ -49,6 +51,7 @@ register_when_transformers_loads()
 offer(
     __name__,
     {
+        "RunContext": "runtime.context",
         "Shape": "plan.shapes",
         "apply": "plan.search",
         "evaluate": "evaluate",
