@@ -30,6 +30,7 @@ from zoo import TEXT, VOCAB, WIDTH, tiny_model, tiny_tokenizer
 
 from compressor.evaluate import tasks as module
 from compressor.evaluate.tasks import Task, compare_scores, find_lost_documents, load_tasks, longest_sequence, score
+from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 
 WORDS = TEXT.split()
@@ -153,7 +154,7 @@ def test_the_batch_makes_no_difference(tmp_path: Path) -> None:
     documents = [{**d, "answer": f" {d['choices'][2]}"} for d in questions(9)]
     write_task(tmp_path, "mine", documents, **LIKELIHOOD)
     task = open_one(tmp_path)
-    one, many = (score(model, tokenizer, task, batch_size=size)["perplexity"] for size in (1, 7))
+    one, many = (score(model, tokenizer, task, RunContext(batch_size=size))["perplexity"] for size in (1, 7))
     assert torch.allclose(one, many, atol=1e-4)
 
 
