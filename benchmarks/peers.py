@@ -287,9 +287,9 @@ def our_planner(model: Any, windows: Tensor, directory: Path | None) -> Planner:
     text = Text(calibration, selection, selection)
     progress = Progress()
     context = RunContext(cache=Cache(directory, progress), batch_size=BATCH, progress=progress)
-    ground = prepare_search(model, text, context)
-    print(f"ours: rank correlation of predicted and measured Δloss {ground.calibration.correlation:.2f}", flush=True)
-    return make_planner(ground, measure(model, text), {UNNAMED: Budget.parse("100%")})
+    space = prepare_search(model, text, context)
+    print(f"ours: rank correlation of predicted and measured Δloss {space.calibration.correlation:.2f}", flush=True)
+    return make_planner(space, measure(model, text), {UNNAMED: Budget.parse("100%")})
 
 
 def ours(model: Any, blocks: list[Block], windows: Tensor, step: float, *, cache: Path | None) -> Any:

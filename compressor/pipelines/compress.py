@@ -39,9 +39,9 @@ def run(recipe: Recipe, context: RunContext) -> Record:
         profile = measure(job.model, job.text, job.context)
         source = evaluator.measure(job.model, "source", identify(job.model))
         limits = compute_limits(evaluator.budgets, evaluator.perplexities(source.losses))
-        ground = prepare_search(job.model, job.text, job.context)
-        study = study_blocks(job, profile, ground.damages, limits.smallest)
-        planner = Planner(ground, limits, study.verdicts, objective=job.recipe.objective)
+        space = prepare_search(job.model, job.text, job.context)
+        study = study_blocks(job, profile, space.damages, limits.smallest)
+        planner = Planner(space, limits, study.verdicts, objective=job.recipe.objective)
         verified = search_and_verify(planner, evaluator, source)
 
         record = describe_profile(job.model, job.tokenizer, job.text, profile, study)

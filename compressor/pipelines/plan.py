@@ -17,7 +17,7 @@ from compressor.pipelines.describe import describe_budget, describe_plan
 from compressor.pipelines.describe_profile import describe_profile
 from compressor.pipelines.job import Job, open_job
 from compressor.pipelines.recipe import Recipe
-from compressor.plan.search import Ground, Plan, Planner, prepare_search
+from compressor.plan.search import Plan, Planner, SearchSpace, prepare_search
 from compressor.report.charts import draw_frontier
 from compressor.report.record import Record
 from compressor.report.record_parts import FrontierPoint
@@ -38,11 +38,11 @@ def run(recipe: Recipe, out: Path, context: RunContext) -> Record:
 
     profile = measure(job.model, job.text, job.context)
     perplexities = evaluator.perplexities(evaluator.measure_losses(job.model, "verify", identify(job.model)))
-    ground = prepare_search(job.model, job.text, job.context)
+    space = prepare_search(job.model, job.text, job.context)
     searches = []
     for words in budgets:
         asked = parse_budgets(words, job.text.counts, job.recipe.confidence)
-        searches.append(Search(job, profile, ground, compute_limits(asked, perplexities), words))
+        searches.append(Search(job, profile, space, compute_limits(asked, perplexities), words))
     if len(searches) == 1:
         record = searches[0].run(compensate=True)
         write_json(out, record.to_json_value())
@@ -61,7 +61,7 @@ class Search:
 
     job: Job
     profile: Profile
-    ground: Ground
+    space: SearchSpace
     limits: Limits
     words: list[str]
 
@@ -70,17 +70,17 @@ class Search:
         return self.describe_found(self.find(compensate=compensate))
 
     def verdicts(self) -> dict[int, Verdict]:
-        return judge_all(self.profile, self.ground.damages, self.limits.smallest, {})
+        return judge_all(self.profile, self.space.damages, self.limits.smallest, {})
 
     def find(self, *, compensate: bool) -> Plan:
         objective = self.job.recipe.objective
-        planner = Planner(self.ground, self.limits, self.verdicts(), objective=objective, compensate=compensate)
+        planner = Planner(self.space, self.limits, self.verdicts(), objective=objective, compensate=compensate)
         return planner.search()
 
     def describe(self) -> Record:
         """The record before the search."""
         job = self.job
-        study = Study(self.verdicts(), self.ground.damages)
+        study = Study(self.verdicts(), self.space.damages)
         record = describe_profile(job.model, job.tokenizer, job.text, self.profile, study)
         budget = describe_budget(self.limits.budgets, self.limits.allowed)
         recipe = job.recipe.model_copy(update={"max_dppl": self.words})

@@ -45,7 +45,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Ground:
+class SearchSpace:
     """What searches on a model and a text have in common, whatever their budget: candidates with corrected predictions,
     how well predictions hold, and the runner that tries plans."""
 
@@ -55,7 +55,7 @@ class Ground:
     runner: TrialRunner
 
 
-def prepare_search(model: Any, text: Text, context: RunContext) -> Ground:
+def prepare_search(model: Any, text: Text, context: RunContext) -> SearchSpace:
     """Survey the candidates of every block, then check and correct their predictions by trials of single blocks."""
     store = open_store(model, text, context)
     candidates = store.candidates()
@@ -63,24 +63,24 @@ def prepare_search(model: Any, text: Text, context: RunContext) -> Ground:
     calibration = calibrate(store, candidates, fitter)
     damages = {index: of_block.damage for index, of_block in candidates.items()}
     runner = TrialRunner(store, candidates, fitter)
-    return Ground(correct_predictions(candidates, calibration), damages, calibration, runner)
+    return SearchSpace(correct_predictions(candidates, calibration), damages, calibration, runner)
 
 
 class Planner:
-    """Searches for the plan that saves most within the limits. Another search on the same ground reuses its trials."""
+    """Searches for the plan that saves most within the limits. Another search on the same space reuses its trials."""
 
     def __init__(
         self,
-        ground: Ground,
+        space: SearchSpace,
         limits: Limits,
         verdicts: Mapping[int, Verdict],
         *,
         objective: str = "speed",
         compensate: bool = True,
     ) -> None:
-        self.ground, self.limits, self.verdicts = ground, limits, verdicts
+        self.space, self.limits, self.verdicts = space, limits, verdicts
         self.objective, self.compensate = objective, compensate
-        self.runner = ground.runner
+        self.runner = space.runner
         self.model, self.blocks = self.runner.model, self.runner.blocks
         self.text, self.progress = self.runner.text, self.runner.context.progress
         self.compensation = USUAL_COMPENSATION if compensate else 1.0
@@ -90,7 +90,7 @@ class Planner:
     @property
     def usable_candidates(self) -> list[list[Candidate]]:
         """The candidates that save parameters, of every block that is not unsafe, block by block."""
-        safe = [row for index, row in self.ground.candidates.items() if self.verdicts[index].word != "unsafe"]
+        safe = [row for index, row in self.space.candidates.items() if self.verdicts[index].word != "unsafe"]
         usable = [[c for c in row if c.saved > 0 and c.shape not in self.banned] for row in safe]
         return [row for row in usable if row]
 
@@ -239,7 +239,7 @@ class Planner:
             shapes=trial.shapes,
             compensated=trial.compensated,
             predicted=trial.predicted,
-            calibration=self.ground.calibration,
+            calibration=self.space.calibration,
             selection=trial.changes,
             trials=self.runner.trials(),
             fits=self.runner.fit_modules(trial.shapes, trial.compensated),
@@ -260,7 +260,7 @@ class Planner:
 
 
 def make_planner(
-    ground: Ground,
+    space: SearchSpace,
     profile: Profile,
     budgets: Mapping[str, Budget],
     *,
@@ -271,13 +271,13 @@ def make_planner(
 
     Its limits follow from the source's perplexity on the verification text; blocks are judged by predictions alone.
     """
-    runner = ground.runner
+    runner = space.runner
     text = runner.text
     losses = evaluate(runner.model, text.verification.windows, runner.context, step="verify")
     baselines = {name: losses.part(part).perplexity for name, part in text.parts("verification").items()}
     limits = compute_limits(budgets, baselines)
-    verdicts = judge_all(profile, ground.damages, limits.smallest, {})
-    return Planner(ground, limits, verdicts, objective=objective, compensate=compensate)
+    verdicts = judge_all(profile, space.damages, limits.smallest, {})
+    return Planner(space, limits, verdicts, objective=objective, compensate=compensate)
 
 
 def plan(

@@ -143,7 +143,7 @@ def find_worst_block(
                 scores = evaluator.score_task(planner.model, task, f"block {index} back", identities[index], lost)
             gain = scores[task.metric] - after[task.name][task.metric][lost]
             won_back[index] += task.better * gain.sum().item()
-    return max(plan.shapes, key=lambda index: (won_back[index], planner.ground.damages[index].linear, -index))
+    return max(plan.shapes, key=lambda index: (won_back[index], planner.space.damages[index].linear, -index))
 
 
 def refuse_over_budget(evaluator: Evaluator, before: Measured, after: Measured, shapes: Shapes) -> None:

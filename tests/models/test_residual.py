@@ -109,7 +109,7 @@ def test_gradients_that_another_run_dropped_are_found_again(tmp_path: Path) -> N
     cache = Cache(tmp_path, Progress())
     first = open_store(model, text, RunContext(cache=Cache(None, Progress()))).candidates()
     store = open_store(model, text, RunContext(cache=cache))
-    store.find_gradients(store.blocks)
+    store.ensure_gradients(store.blocks)
     cache.drop(store.key("gradients", store.blocks[1]))
     again = store.candidates()
     assert all(torch.equal(first[i].metric, again[i].metric) for i in first)

@@ -14,7 +14,7 @@ from conftest import SMALL, Compress, sentences
 from zoo import save_tiny
 
 FILES = {"report.html", "profile.json", "profile.csv", "ladder.csv", "figures"}
-CHARTS = {"depth", "swap", "regimes", "ladder"}
+CHARTS = {"blocks", "depth", "swap", "regimes", "ladder"}
 
 
 def figures(directory: Path) -> set[str]:
@@ -170,9 +170,9 @@ def test_several_models_stand_side_by_side(
 def test_the_whole_job_writes_the_same_report(compressed: Path) -> None:
     record = json.loads((compressed / "compression.json").read_text(encoding="utf-8"))
     assert all({"swap", "ladder", "top_rows", "rank_99"} <= block.keys() for block in record["blocks"])
-    assert figures(compressed) == CHARTS
+    assert figures(compressed) == CHARTS | {"agreement", "budgets", "frequency", "position"}
     page = (compressed / "report.html").read_text(encoding="utf-8")
-    for title in ("Linearity over depth", "Two regimes", "The rank ladder", "What it costs to replace a block"):
+    for title in ("How linear each block is", "Two regimes", "The rank ladder", "What it costs to replace a block"):
         assert title in page
 
 

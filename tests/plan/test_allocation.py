@@ -69,8 +69,8 @@ def test_what_is_planted_is_found_and_nothing_else_is_touched() -> None:
     """With a budget of next to nothing only loss-free replacements happen, and all of them."""
     model = planted_gpt2()
     before = evaluate(model, TEXT.verification.windows).perplexity
-    ground = prepare_search(model, TEXT, RunContext())
-    planner = make_planner(ground, measure(model, TEXT), {"text": Budget.parse("0.01%")}, objective="size")
+    space = prepare_search(model, TEXT, RunContext())
+    planner = make_planner(space, measure(model, TEXT), {"text": Budget.parse("0.01%")}, objective="size")
     plan = planner.search()
     assert plan.shapes == {0: Shape(0, 12), 1: Shape(5, 7)}
     found = plan.selection["text"]
@@ -89,13 +89,13 @@ def test_a_smaller_but_slower_shape_is_not_chosen_for_speed(monkeypatch: pytest.
 
     monkeypatch.setattr("compressor.plan.trials.is_slower", is_slower)
     model = planted_gpt2()
-    ground, profile = prepare_search(model, TEXT, RunContext()), measure(model, TEXT)
+    space, profile = prepare_search(model, TEXT, RunContext()), measure(model, TEXT)
     budgets = {"text": Budget.parse("0.01%")}
-    plan = make_planner(ground, profile, budgets, objective="speed").search()
+    plan = make_planner(space, profile, budgets, objective="speed").search()
     assert "hybrid" in asked
     assert {shape.kind for shape in plan.shapes.values()} == {"pruned"}
     asked.clear()
-    assert make_planner(ground, profile, budgets, objective="size").search().shapes[1].kind == "hybrid"
+    assert make_planner(space, profile, budgets, objective="size").search().shapes[1].kind == "hybrid"
     assert asked == []
 
 

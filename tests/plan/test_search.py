@@ -117,8 +117,8 @@ def test_a_block_that_is_linear_by_its_outlier_rows_is_not_touched() -> None:
 
 def test_a_plan_that_verification_refused_does_not_come_back() -> None:
     model = tiny_model("llama")
-    ground = prepare_search(model, TEXT, RunContext())
-    planner = make_planner(ground, measure(model, TEXT), {"text": Budget.parse("4%", confidence=0)})
+    space = prepare_search(model, TEXT, RunContext())
+    planner = make_planner(space, measure(model, TEXT), {"text": Budget.parse("4%", confidence=0)})
     found = planner.search()
     while True:
         try:
@@ -146,13 +146,13 @@ def test_a_larger_budget_saves_at_least_as_much() -> None:
             layer.mlp.down_proj.weight.mul_(30)
         model.lm_head.weight.mul_(20)
     profile = measure(model, TEXT)
-    ground = prepare_search(model, TEXT, RunContext())
+    space = prepare_search(model, TEXT, RunContext())
     saved = []
     for budget in ("1%", "4%", "30%"):
-        plan = make_planner(ground, profile, {"text": Budget.parse(budget, confidence=0)}).search()
+        plan = make_planner(space, profile, {"text": Budget.parse(budget, confidence=0)}).search()
         found = plan.selection["text"]
         assert found.delta <= Budget.parse(budget).allowed_rise(found.baseline) * 1.01
-        saved.append(sum(ground.runner.candidates[index].saved(shape) for index, shape in plan.shapes.items()))
+        saved.append(sum(space.runner.candidates[index].saved(shape) for index, shape in plan.shapes.items()))
     assert saved == sorted(saved)
     assert saved[-1] > saved[0]
 

@@ -120,10 +120,10 @@ def test_three_processes_of_accelerate_profile_with_probes_and_a_swap(compress: 
 GATHER = """
 import torch
 from compressor.runtime import distributed
-distributed.begin()
+distributed.join_processes()
 items = [torch.full((number,), number) for number in range(7)]
-print([item.tolist() for item in distributed.gather(distributed.mine(items))] == [item.tolist() for item in items])
-distributed.end()
+print([item.tolist() for item in distributed.gather(distributed.own_share(items))] == [item.tolist() for item in items])
+distributed.leave_processes()
 """
 
 

@@ -17,6 +17,7 @@ from zoo import save_tiny, tiny_model, tiny_tokenizer
 
 from compressor.evaluate.perplexity import evaluate
 from compressor.measure.profile import measure
+from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.text import Split, Text
 
@@ -61,13 +62,13 @@ def test_the_block_and_the_window_are_named(block: int, window: int, token: int,
     """Fitting windows and held-out ones (every fifth), in the first batch and in later ones."""
     where = rf"block {block} .* in its output, in calibration window {window} at token {token}:"
     with pytest.raises(InputError, match=where):
-        measure(failing_model(block, value), marked_text(window, token), batch_size=4)
+        measure(failing_model(block, value), marked_text(window, token), RunContext(batch_size=4))
 
 
 def test_an_evaluation_names_its_window() -> None:
     windows = marked_text(9, 2).calibration.windows
     with pytest.raises(InputError, match="in window 9"):
-        evaluate(failing_model(1, math.nan), windows, batch_size=4)
+        evaluate(failing_model(1, math.nan), windows, RunContext(batch_size=4))
 
 
 def test_float16_that_overflows_is_told_and_float32_is_not_troubled(
