@@ -240,20 +240,20 @@ def contrast(one: str, two: str) -> float:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_everything_can_be_read_in_light_and_dark(visit: Open, name: str, scheme: str) -> None:
     opened = visit(name, color_scheme=scheme)
-    space = opened.page.locator("body").evaluate("(one) => getComputedStyle(one).backgroundColor")
-    assert (light(space) < 0.05) == (scheme == "dark")
+    ground = opened.page.locator("body").evaluate("(one) => getComputedStyle(one).backgroundColor")
+    assert (light(ground) < 0.05) == (scheme == "dark")
 
     def seen(what: str, how: str) -> set[str]:
         return set(opened.page.locator(what).evaluate_all(f"(all) => all.map((one) => getComputedStyle(one).{how})"))
 
     for letters in seen(".chart text", "fill") | seen("figcaption, p, th, td, a, summary", "color"):
-        assert contrast(letters, space) >= 4.5, letters
+        assert contrast(letters, ground) >= 4.5, letters
     opaque = "(all) => all.map((one) => one.getAttribute('stroke')).filter((one) => /^(#|rgb)/.test(one))"
     strokes = set(opened.page.locator(".mark-line path").evaluate_all(opaque))
     for colour in strokes:
-        assert contrast(colour, space) >= 2.5, colour
+        assert contrast(colour, ground) >= 2.5, colour
     shades = {colour.lower() for colour in seen(".chart .background", "fill")}
-    assert all(abs(light(shade) - light(space)) < 0.02 for shade in shades if shade.startswith("rgb("))
+    assert all(abs(light(shade) - light(ground)) < 0.02 for shade in shades if shade.startswith("rgb("))
 
 
 def test_charts_follow_the_colour_scheme_and_the_width(visit: Open) -> None:
