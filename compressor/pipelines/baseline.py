@@ -124,16 +124,16 @@ def limit_of(then: BaselineFigure, tolerance: float) -> float:
 
 def moved(baseline: BaselineFile, now: BaselineFile) -> list[str]:
     """What changed without being a regression by itself."""
-    found = []
+    warnings = []
     if baseline.source.weights_sha256 != now.source.weights_sha256:
-        found.append("the source's weights are not those of the baseline")
+        warnings.append("the source's weights are not those of the baseline")
     if baseline.compressed_sha256 != now.compressed_sha256:
-        found.append("the compressed weights are not those of the baseline")
+        warnings.append("the compressed weights are not those of the baseline")
     for name in sorted({*baseline.environment, *now.environment} - {"threads"}):
         then, is_now = baseline.environment.get(name), now.environment.get(name)
         if then != is_now:
-            found.append(f"{name} was {then} in the baseline, is {is_now}")
+            warnings.append(f"{name} was {then} in the baseline, is {is_now}")
     new = [name for name in now.figures if name not in baseline.figures]
     if new:
-        found.append(f"not in the baseline: {', '.join(new)}; add it with --update-baseline")
-    return found
+        warnings.append(f"not in the baseline: {', '.join(new)}; add it with --update-baseline")
+    return warnings

@@ -168,14 +168,14 @@ def recorded_budget(recorded: Record | SavedRecord) -> list[str]:
 
 def differences(recorded: Record | SavedRecord, now: Record) -> list[str]:
     """What is not as it was when the checkpoint was made."""
-    found = []
+    warnings = []
     if recorded.source.weights_sha256 != now.source.weights_sha256:
-        found.append("the source's weights are not those the checkpoint was made from")
+        warnings.append("the source's weights are not those the checkpoint was made from")
     if not isinstance(recorded, Record):
-        return found
+        return warnings
     if recorded.text and now.text and recorded.text.verification.sha256 != now.text.verification.sha256:
-        found.append("the verification tokens are not those of the record (another text, tokenizer or setting)")
+        warnings.append("the verification tokens are not those of the record (another text, tokenizer or setting)")
     unchecked = [name for name in recorded.tasks if name not in now.tasks]
     if unchecked:
-        found.append(f"not looked at this time, but recorded: {', '.join(unchecked)}")
-    return found
+        warnings.append(f"not looked at this time, but recorded: {', '.join(unchecked)}")
+    return warnings

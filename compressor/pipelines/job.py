@@ -154,8 +154,8 @@ def open_text(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[Text, Recipe]
         raise InputError(f"the tokenizer gives token {largest}, but the model has only {rows} embeddings")
     prompts = absolute(recipe.prompts) if recipe.prompts else None
     cross = absolute(recipe.cross) if recipe.cross else None
-    found = {"model": source_of(model).model, "text": names, "seq_len": seq_len, "prompts": prompts, "cross": cross}
-    return text, recipe.model_copy(update=found)
+    resolved = {"model": source_of(model).model, "text": names, "seq_len": seq_len, "prompts": prompts, "cross": cross}
+    return text, recipe.model_copy(update=resolved)
 
 
 def name_tasks(recipe: Recipe, trust_remote_code: bool) -> tuple[list[Task], Recipe]:

@@ -67,7 +67,7 @@ class Search:
 
     def run(self, *, compensate: bool) -> Record:
         """The record of the largest plan; BudgetError when nothing fits."""
-        return self.describe_found(self.find(compensate=compensate))
+        return self.describe_result(self.find(compensate=compensate))
 
     def verdicts(self) -> dict[int, Verdict]:
         return judge_all(self.profile, self.space.damages, self.limits.smallest, {})
@@ -86,7 +86,7 @@ class Search:
         recipe = job.recipe.model_copy(update={"max_dppl": self.words})
         return record.with_parts(budget=budget, recipe=recipe.settings())
 
-    def describe_found(self, plan: Plan) -> Record:
+    def describe_result(self, plan: Plan) -> Record:
         return describe_plan(self.describe(), plan).with_parts(timings=self.job.timings())
 
 
@@ -98,7 +98,7 @@ def find_point(search: Search, out: Path) -> FrontierPoint:
     except BudgetError as error:
         return FrontierPoint(asked=asked, removed=0, removed_fraction=0.0, reason=str(error))
     file = out.with_name(f"{out.stem}-{asked.replace('%', 'pct')}{out.suffix}")
-    record = search.describe_found(plan)
+    record = search.describe_result(plan)
     write_json(file, record.to_json_value())
     before = flops_per_token(job.model, job.text.seq_len)
     with patched(job.model, find_blocks(job.model), plan.fits):

@@ -67,10 +67,10 @@ class Cache:
         kept = self.read_own(key) if distributed.rank() == 0 else None
         return distributed.broadcast(kept) if distributed.broadcast_value(kept is not None) else None
 
-    def keep(self, key: Mapping[str, Any], found: Tensors, *, needed: bool = False) -> None:
+    def keep(self, key: Mapping[str, Any], tensors: Tensors, *, needed: bool = False) -> None:
         """What is `needed` is read again in the same run, and cannot do without a disk that holds it."""
         if distributed.rank() == 0:
-            self.write_own(key, found)
+            self.write_own(key, tensors)
             if needed and not self.place(key)[0].is_file():
                 raise InputError(
                     f"the cache {self.directory} holds no more, and what is measured must be kept while the run lasts; "
@@ -81,17 +81,17 @@ class Cache:
         """What this process has kept of this key."""
         return None if self.directory is None else self.read(*self.place(key))
 
-    def write_own(self, key: Mapping[str, Any], found: Tensors) -> None:
+    def write_own(self, key: Mapping[str, Any], tensors: Tensors) -> None:
         if self.directory is not None:
-            self.write(*self.place(key), found)
+            self.write(*self.place(key), tensors)
 
     def drop(self, key: Mapping[str, Any]) -> None:
         if self.directory is not None:
             self.place(key)[0].unlink(missing_ok=True)
 
     def has(self, key: Mapping[str, Any]) -> bool:
-        found = distributed.rank() == 0 and self.directory is not None and self.place(key)[0].is_file()
-        return bool(distributed.broadcast_value(found))
+        exists = distributed.rank() == 0 and self.directory is not None and self.place(key)[0].is_file()
+        return bool(distributed.broadcast_value(exists))
 
     def place(self, key: Mapping[str, Any]) -> tuple[Path, str]:
         """The file of a key, and the key in words."""
@@ -103,9 +103,9 @@ class Cache:
         try:
             with safe_open(file, framework="pt") as entry:
                 notes = entry.metadata() or {}
-                found = {name: entry.get_tensor(name) for name in entry.keys()}  # noqa: SIM118
-            if notes.get("key") == words and notes.get("sha256") == digest(sorted(found.items())):
-                return found
+                tensors = {name: entry.get_tensor(name) for name in entry.keys()}  # noqa: SIM118
+            if notes.get("key") == words and notes.get("sha256") == digest(sorted(tensors.items())):
+                return tensors
             reason = "its contents are not what was written"
         except FileNotFoundError:
             return None
@@ -114,13 +114,13 @@ class Cache:
         self.progress.say(f"warning: the cached {file.name} is damaged ({reason}); it is measured again")
         return None
 
-    def write(self, file: Path, words: str, found: Tensors) -> None:
+    def write(self, file: Path, words: str, tensors: Tensors) -> None:
         """One rename, so that a reader never sees half of it. A full disk costs the entry, not the run."""
         try:
             with owned_directory(file.parent, PARTIAL) as folder:
-                notes = {"key": words, "sha256": digest(sorted(found.items()))}
+                notes = {"key": words, "sha256": digest(sorted(tensors.items()))}
                 partial = folder / file.name
-                save_file({name: tensor.contiguous() for name, tensor in found.items()}, partial, notes)
+                save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, notes)
                 sync(partial)
                 os.replace(partial, file)
                 sync(file.parent)

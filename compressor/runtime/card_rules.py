@@ -26,8 +26,8 @@ def read_front_matter(file: Path) -> dict[str, Any]:
     try:
         with file.open("rb") as stream:
             text = stream.read(YAML_BYTES).decode("utf-8-sig", "replace")
-        found = REGEX_YAML_BLOCK.search(text)
-        values = load_yaml(found[2], PlainLoader) if found else None
+        front_matter = REGEX_YAML_BLOCK.search(text)
+        values = load_yaml(front_matter[2], PlainLoader) if front_matter else None
     except (OSError, Malformed):
         return {}
     return values if isinstance(values, dict) else {}
@@ -35,21 +35,21 @@ def read_front_matter(file: Path) -> dict[str, Any]:
 
 def carry_over(values: Mapping[str, Any]) -> dict[str, Any]:
     """Of a source's metadata, what holds for its compressed copy too and is written as the Hub wants it."""
-    found: dict[str, Any] = {}
+    carried: dict[str, Any] = {}
     licenses = matching(values.get("license"), LICENSE)
     if licenses:
-        found["license"] = licenses[0] if len(licenses) == 1 else licenses
+        carried["license"] = licenses[0] if len(licenses) == 1 else licenses
     if licenses == ["other"]:
         name, link = values.get("license_name"), values.get("license_link")
         if isinstance(name, str) and fits(name.lower(), LICENSE):
-            found["license_name"] = name.lower()
+            carried["license_name"] = name.lower()
         if fits(link, LINK):
-            found["license_link"] = link
+            carried["license_link"] = link
     for key, pattern in (("language", LANGUAGE), ("datasets", DATASET)):
         kept = matching(values.get(key), pattern)
         if kept:
-            found[key] = kept
-    return found
+            carried[key] = kept
+    return carried
 
 
 def matching(value: Any, pattern: re.Pattern[str]) -> list[str]:

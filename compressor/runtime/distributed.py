@@ -112,13 +112,13 @@ def broadcast(tensors: Mapping[str, Tensor] | None, owner: int = 0) -> dict[str,
     given = tensors if rank() == owner else None
     box: list[Any] = [[(name, t.shape, t.dtype, t.device.type) for name, t in given.items()] if given else None]
     dist.broadcast_object_list(box, src=owner)
-    found = {}
+    received = {}
     for name, shape, dtype, kind in box[0] or []:
         own = given[name].contiguous() if given else torch.empty(shape, dtype=dtype, device=kind)
         if own.numel():
             dist.broadcast(own.reshape(-1).view(torch.uint8), src=owner)  # as bytes, because gloo supports few dtypes
-        found[name] = own
-    return found
+        received[name] = own
+    return received
 
 
 def gather(items: Sequence[Tensor]) -> list[Tensor]:
@@ -127,11 +127,11 @@ def gather(items: Sequence[Tensor]) -> list[Tensor]:
         return list(items)
     counts: list[Any] = [None] * size()
     dist.all_gather_object(counts, len(items))
-    found = []
+    gathered = []
     for number in range(sum(counts)):
         owner, place = number % size(), number // size()
-        found.append(broadcast({"": items[place]} if owner == rank() else None, owner)[""])
-    return found
+        gathered.append(broadcast({"": items[place]} if owner == rank() else None, owner)[""])
+    return gathered
 
 
 def sum_over_processes(tensors: Sequence[Tensor], owner: int | None = None) -> None:

@@ -68,8 +68,8 @@ def errno_of(error: BaseException) -> int | None:
     """The system's number of an error, or None. Libraries written in Rust give it only in the message."""
     if isinstance(error, OSError):
         return error.errno
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found else None
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else None
 
 
 def disk_reason(error: BaseException) -> str | None:

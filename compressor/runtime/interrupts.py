@@ -57,8 +57,8 @@ class Interrupts:
 
         Signals arrive here as bytes, also while the main thread is in a long call into torch.
         """
-        while found := wakeups.recv(64):
-            number = next((n for n in found if n in SIGNALS), None)
+        while numbers := wakeups.recv(64):
+            number = next((n for n in numbers if n in SIGNALS), None)
             if number is None:
                 continue
             if not self.over.wait(GRACE):
@@ -88,29 +88,29 @@ def handle_interrupts(resumes: bool, may_print: Callable[[], bool] = lambda: Tru
     process prints the line. Outside the main thread signals are handled as before.
     """
     WRITTEN.finished = None
-    found = Interrupts(resumes, may_print)
+    interrupts = Interrupts(resumes, may_print)
     if threading.current_thread() is not threading.main_thread():
-        yield found
+        yield interrupts
         return
     wakeups, writer = socket.socketpair()
     writer.setblocking(False)
     # A signal that the caller ignores (nohup, a job in the background) stays ignored.
-    before = {n: signal.signal(n, found.handle) for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
+    before = {n: signal.signal(n, interrupts.handle) for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
     wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def restore() -> None:
-        if not found.over.is_set():
-            found.over.set()
+        if not interrupts.over.is_set():
+            interrupts.over.set()
             signal.set_wakeup_fd(wakeup)
             for number, handler in before.items():
                 signal.signal(number, handler)
             writer.close()  # ends the thread
 
     os.register_at_fork(after_in_child=restore)  # a child's signals must not look like the parent's
-    thread = threading.Thread(target=found.watch, args=(wakeups,), name="interrupts", daemon=True)
+    thread = threading.Thread(target=interrupts.watch, args=(wakeups,), name="interrupts", daemon=True)
     thread.start()
     try:
-        yield found
+        yield interrupts
     finally:
         restore()
         thread.join()

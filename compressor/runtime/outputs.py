@@ -104,8 +104,8 @@ def refuse_file(out: str | Path, overwrite: bool, magic: bytes) -> Path:
 def clear_leftovers(target: Path) -> None:
     """Restore an earlier result that was being replaced, and remove unfinished outputs. The caller has the lock."""
     names = re.compile(rf"\.{re.escape(target.name)}\.(partial|old)-\w{{8}}")
-    found = {path: names.fullmatch(path.name) for path in target.parent.iterdir()}
-    partial, old = ([p for p, match in found.items() if match and match[1] == kind] for kind in ("partial", "old"))
+    matches = {path: names.fullmatch(path.name) for path in target.parent.iterdir()}
+    partial, old = ([p for p, match in matches.items() if match and match[1] == kind] for kind in ("partial", "old"))
     if old and not target.exists():
         old.pop().rename(target)
     for path in (*partial, *old):

@@ -101,12 +101,12 @@ def read_text(file: Path, most: int) -> str:
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The dictionary of these pairs; a key that stands twice is refused."""
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in mapping:
             raise Malformed(f"key {key!r} stands twice")
-        found[key] = value
-    return found
+        mapping[key] = value
+    return mapping
 
 
 def refuse_constant(word: str) -> float:
