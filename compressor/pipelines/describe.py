@@ -137,7 +137,8 @@ def describe_change(change: PerplexityChange) -> parts.PerplexityChange:
 def change_values(change: PerplexityChange) -> dict[str, Any]:
     """The fields of a change in perplexity, as the record names them."""
     values = asdict(change)
-    return {**values, "delta_upper": values.pop("upper")}
+    upper = values.pop("upper")
+    return {**values, "delta_upper": upper}
 
 
 def describe_changes(changes: Mapping[str, PerplexityChange]) -> dict[str, parts.PerplexityChange]:

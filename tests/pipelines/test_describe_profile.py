@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from planted import LinearFFN, WildFFN, planted_model, random_text
+from pydantic import BaseModel
 from zoo import REPRESENTATIVE, WIDTH, tiny_model
 
 from compressor.evaluate.perplexity import PerplexityChange
@@ -25,6 +27,7 @@ from compressor.pipelines.describe_profile import (
     name_rows,
     pearson,
 )
+from compressor.report.record import Record
 from compressor.runtime.cache import Cache
 from compressor.runtime.context import RunContext
 from compressor.runtime.progress import Progress
@@ -187,3 +190,18 @@ def test_a_row_of_a_table_is_flat() -> None:
         "swap_delta_ci95_high": 2,
         "x": 1,
     }
+
+
+def unknown_fields(part: BaseModel) -> list[str]:
+    """The keys of a record, at any depth, that its schema does not name."""
+    found = list(part.model_extra or {})
+    for _, value in part:
+        children = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        found += [name for child in children if isinstance(child, BaseModel) for name in unknown_fields(child)]
+    return found
+
+
+def test_what_is_written_is_what_the_schema_names(compressed: Path, profiled: Path) -> None:
+    for file in (compressed / "compression.json", profiled / "profile.json"):
+        record = Record.model_validate(json.loads(file.read_text(encoding="utf-8")))
+        assert unknown_fields(record) == []
