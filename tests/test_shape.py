@@ -45,6 +45,14 @@ def test_rooms_import_one_way() -> None:
             assert used <= MAY.get(room, set(ROOMS[place + 1 :])), f"{file} imports {used}"
 
 
+def test_the_report_computes_nothing() -> None:
+    for file in (PACKAGE / "report").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        roots = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        roots |= {str(node.module).split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
+        assert not roots & {"torch", "numpy", "scipy", "transformers", "safetensors"}, file.name
+
+
 def test_the_top_level_holds_the_rooms_and_little_else() -> None:
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     modules = {path.stem for path in PACKAGE.glob("*.py")}

@@ -6,8 +6,6 @@ measured is None; keys that this version does not know are kept, for the record 
 
 from __future__ import annotations
 
-import platform
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -144,20 +142,11 @@ class ProfileSet(Versioned):
 
 
 def describe_tool() -> dict[str, Any]:
-    """The parts of `Versioned`: this tool, and what it runs on."""
-    import torch
+    """The fields of `Versioned`: this tool, and what it runs on."""
+    from compressor.runtime.environment import describe_environment  # it imports torch, which reading needs not
 
-    packages = ("transformers", "safetensors", "tokenizers", "lm-eval")
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "tool": Tool(name="compressor", version=compressor.__version__),
-        "environment": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            **{name: version(name) for name in packages},
-            "threads": torch.get_num_threads(),
-        },
-    }
+    tool = Tool(name="compressor", version=compressor.__version__)
+    return {"schema_version": SCHEMA_VERSION, "tool": tool, "environment": describe_environment()}
 
 
 def read_record(directory: Path) -> Record | SavedRecord:
