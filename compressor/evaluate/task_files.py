@@ -14,13 +14,13 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from compressor.runtime.errors import InputError, reason_of
 from compressor.runtime.network import why_unreachable
-from compressor.runtime.safe_files import Malformed, PlainLoader, parse_yaml
+from compressor.runtime.safe_files import PlainLoader, parse_yaml, read_named
 
 BUILT_IN = Path(__file__).parents[1] / "demo" / "tasks"
 BUILT_IN_TASK = "demo_last_word"
@@ -87,14 +87,8 @@ def read_config(file: Path, seen: tuple[Path, ...] = ()) -> Config:
     """A task's YAML, merged over the files that it includes. `seen` are the files that led here."""
     if file in seen:
         raise InputError(f"task file {file} includes itself")
-    try:
-        config = parse_yaml(file, TaskLoader)
-    except FileNotFoundError:
-        raise InputError(f"task file {seen[-1] if seen else file} includes {file}, which does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"task file {file} cannot be read: {error}") from error
-    except Malformed as error:
-        raise InputError(f"task file {file} is not valid YAML{error.where}: {error}") from error
+    missing = f"task file {seen[-1] if seen else file} includes {file}, which does not exist"
+    config = read_named("task file", file, partial(parse_yaml, loader=TaskLoader), missing)
     if not isinstance(config, dict):
         raise InputError(f"task file {file} must be a mapping with a key `task`, such as `task: my_task`")
     merged: Config = {}

@@ -68,14 +68,14 @@ def study(
     limit: float = SAFE_NATS,
 ) -> Study:
     """Replace every block on trial (if asked for), judge the blocks, and run the probes that are asked for."""
-    sweeper = Sweeper(model, profile, text, options.swap_tokens, context)
     swap = options.swap
     if swap is None:
         swap = sum(p.numel() for p in model.parameters()) < SWAPPED_BELOW
-    alone, seconds, whole_seconds = sweeper.alone() if swap else ({}, 0.0, 0.0)
+    sweeper = Sweeper(model, profile, text, options.swap_tokens, context) if swap else None
+    alone, seconds, whole_seconds = sweeper.alone() if sweeper else ({}, 0.0, 0.0)
     verdicts = judge_all(profile, damages, limit, alone)
     sweep = None
-    if swap:
+    if sweeper:
         usable = [p for p in profile.blocks if verdicts[p.block.index].word != "unsafe"]
         usable.sort(key=lambda p: alone[p.block.index].delta)
         sweep = Sweep(alone, sweeper.together(usable), seconds, whole_seconds)

@@ -23,7 +23,7 @@ from compressor.report.record import Record, describe_tool, list_mistakes
 from compressor.report.record_parts import Block, Budget, Parameters, Replacement
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
-from compressor.runtime.safe_files import Malformed, parse_json
+from compressor.runtime.safe_files import parse_json, read_named
 
 
 class PlanRecord(Record):
@@ -73,14 +73,10 @@ def run(recipe: Recipe, plan_file: Path, context: RunContext) -> Record:
 
 def read_plan(file: Path) -> PlanRecord:
     """The plan in a file, or one line that says why it is none."""
+    missing = f"plan {file} does not exist; make one with `compress plan MODEL --max-dppl 1.0`"
+    values = read_named("plan", file, parse_json, missing)
     try:
-        return PlanRecord.model_validate(parse_json(file))
-    except FileNotFoundError:
-        raise InputError(f"plan {file} does not exist; make one with `compress plan MODEL --max-dppl 1.0`") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"plan {file} cannot be read: {error}") from error
-    except Malformed as error:
-        raise InputError(f"plan {file} is not valid JSON: {error}") from error
+        return PlanRecord.model_validate(values)
     except ValidationError as error:
         raise InputError(f"plan {file} is not a plan: {list_mistakes(error)}") from error
 

@@ -42,9 +42,11 @@ def run(recipe: Recipe, out: Path, context: RunContext) -> Record:
     searches = []
     for words in budgets:
         asked = parse_budgets(words, job.text.counts, job.recipe.confidence)
-        searches.append(Search(job, profile, space, compute_limits(asked, perplexities), words))
+        limits = compute_limits(asked, perplexities)
+        verdicts = judge_all(profile, space.damages, limits.smallest, {})
+        searches.append(Search(job, profile, space, limits, verdicts, words))
     if len(searches) == 1:
-        record = searches[0].run(compensate=True)
+        record = searches[0].describe_result(searches[0].find(compensate=True))
         write_json(out, record.to_json_value())
         return record
     points = [find_point(search, out) for search in searches]
@@ -57,30 +59,25 @@ def run(recipe: Recipe, out: Path, context: RunContext) -> Record:
 
 @dataclass(frozen=True)
 class Search:
-    """The search for one budget: its limits, and its words on the command line."""
+    """The search for one budget: its limits, the blocks as these judge them, and its words on the command line."""
 
     job: Job
     profile: Profile
     space: SearchSpace
     limits: Limits
+    verdicts: dict[int, Verdict]
     words: list[str]
 
-    def run(self, *, compensate: bool) -> Record:
-        """The record of the largest plan; BudgetError when nothing fits."""
-        return self.describe_result(self.find(compensate=compensate))
-
-    def verdicts(self) -> dict[int, Verdict]:
-        return judge_all(self.profile, self.space.damages, self.limits.smallest, {})
-
     def find(self, *, compensate: bool) -> Plan:
+        """The largest plan; BudgetError when nothing fits."""
         objective = self.job.recipe.objective
-        planner = Planner(self.space, self.limits, self.verdicts(), objective=objective, compensate=compensate)
+        planner = Planner(self.space, self.limits, self.verdicts, objective=objective, compensate=compensate)
         return planner.search()
 
     def describe(self) -> Record:
         """The record before the search."""
         job = self.job
-        study = Study(self.verdicts(), self.space.damages)
+        study = Study(self.verdicts, self.space.damages)
         record = describe_profile(job.model, job.tokenizer, job.text, self.profile, study)
         budget = describe_budget(self.limits.budgets, self.limits.allowed)
         recipe = job.recipe.model_copy(update={"max_dppl": self.words})

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from compressor.evaluate.budget import Budget, parse_budgets, parse_task_drop
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS, split_name
-from compressor.runtime.safe_files import Malformed, parse_yaml
+from compressor.runtime.safe_files import parse_yaml, read_named
 
 Count = Annotated[int, Field(strict=True, ge=1)]
 Switch = Annotated[bool, Field(strict=True)]
@@ -203,14 +203,7 @@ def describe(mistake: Any) -> str:
 def read(file: Path | None) -> dict[str, Any]:
     if file is None:
         return {}
-    try:
-        values = parse_yaml(file)
-    except FileNotFoundError:
-        raise InputError(f"recipe {file} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"recipe {file} cannot be read: {error}") from error
-    except Malformed as error:
-        raise InputError(f"recipe {file} is not valid YAML{error.where}: {error}") from error
+    values = read_named("recipe", file, parse_yaml, f"recipe {file} does not exist")
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):

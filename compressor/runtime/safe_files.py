@@ -7,7 +7,7 @@ value would be lost in silence), YAML aliases (which can grow without end), and 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,19 @@ def children(value: Any) -> Iterator[Any]:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
             raise Malformed(f"{value[:40]!r} has half a character (a lone surrogate)") from error
+
+
+def read_named(what: str, file: Path, parse: Callable[[Path], Any], missing: str) -> Any:
+    """The value of a JSON or YAML file that the user named; `missing` is the error line where there is none."""
+    try:
+        return parse(file)
+    except FileNotFoundError:
+        raise InputError(missing) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{what} {file} cannot be read: {error}") from error
+    except Malformed as error:
+        language = "JSON" if parse is parse_json else "YAML"
+        raise InputError(f"{what} {file} is not valid {language}{error.where}: {error}") from error
 
 
 def read_json(path: Path, model: str, most: int = JSON_BYTES) -> dict[str, Any]:
