@@ -1,15 +1,18 @@
 """Text as windows of tokens in three disjoint splits: fit on calibration, search on selection, report verification.
 
-A window is a run of `seq_len` consecutive tokens, and the unit that is drawn, held out and resampled.
+A window is a run of `seq_len` consecutive tokens, and the unit that is drawn and held out. The splits are parts of the
+text, fixed by the text alone: how many tokens are drawn from one of them moves no border. Where the text tells its
+documents apart (several files, headings of WikiText, a separator), every window knows its document.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +34,36 @@ from compressor.runtime.network import why_unreachable
 DEMO_TEXT = Path(__file__).parent / "demo" / "text"
 TEXT_ALTERNATIVES = "use --text PATH for a local file, or --text demo for the built-in text"
 SPLITS = ("calibration", "selection", "verification")
-HELD_OUT_EVERY = 5  # every fifth calibration window is held out of the fit: it chooses ridges and measures R²
+SPLIT_OPTIONS = ("calib", "select", "verify")
+SPLIT_SHARES = (1 / 2, 1 / 6, 1 / 3)  # of a text
+SPLIT_PLACES = ("the first half", "a sixth, after the first half,", "the last third")
+DEALT_DOCUMENTS = 48  # with so many documents each split gets whole ones: a third of them are 16
+LARGEST_DEALT = 1 / 12  # of the text: where one document is larger, dealing whole ones would not keep to the shares
+LONG_ROW = 1000  # characters: where the rows of a hub data set are this long on average, each is a document
+WIKITEXT_HEADING = re.compile(r"^ = [^=\n][^\n]* = $", re.MULTILINE)
+HELD_OUT_EVERY = (
+    5  # every fifth calibration window of each text is held out of the fit: it chooses ridges and measures R²
+)
 CHARACTERS_AT_ONCE = 1_000_000  # the longest piece of text that the tokenizer is given
+SLICES = 64  # a text that is subsampled is taken from this many places
 CHARACTERS_PER_TOKEN = 64  # a text longer than this per token that is needed is subsampled before it is tokenised
 
 
 @dataclass(frozen=True)
+class Document:
+    """A document of a text, or the part of one that a split has."""
+
+    number: int
+    content: str
+
+
+@dataclass(frozen=True)
 class Split:
-    """Windows of consecutive tokens [windows, seq_len], and where they came from."""
+    """Windows of consecutive tokens [windows, seq_len], where they came from, and the document that each is from."""
 
     windows: Tensor
     source: str
+    documents: Tensor | None = None  # None: the text does not tell documents apart
 
     @property
     def tokens(self) -> int:
@@ -72,7 +94,7 @@ class Text:
     def parts(self, split: str) -> dict[str, slice]:
         """The windows that belong to each text, by its name; `split` is "selection" or "verification"."""
         column = ("selection", "verification").index(split)
-        stops = list(accumulate(count[column] for count in self.counts.values()))
+        stops = list(accumulate(pair[column] for pair in self.counts.values()))
         return {
             name: slice(stop - self.counts[name][column], stop) for name, stop in zip(self.counts, stops, strict=True)
         }
@@ -82,15 +104,20 @@ class Text:
         return self.calibration.windows.shape[1]
 
     @property
+    def is_held_out(self) -> Tensor:
+        """For every calibration window, whether it is held out: every fifth window of each text."""
+        turn = torch.arange(len(self.calibration.windows)) // len(self.counts)
+        return turn % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+
+    @property
     def fitting(self) -> Tensor:
         """The calibration windows that replacements are fitted on."""
-        index = torch.arange(len(self.calibration.windows))
-        return self.calibration.windows[index % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
+        return self.calibration.windows[~self.is_held_out]
 
     @property
     def held_out(self) -> Tensor:
         """The calibration windows that nothing is fitted on: they choose ridges and measure R²."""
-        return self.calibration.windows[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+        return self.calibration.windows[self.is_held_out]
 
 
 def load_text(
@@ -101,19 +128,21 @@ def load_text(
     calib_tokens: int = CALIBRATION_TOKENS,
     select_tokens: int = SELECTION_TOKENS,
     verify_tokens: int = VERIFICATION_TOKENS,
+    document_separator: str | None = None,
     seed: int = 0,
 ) -> Text:
     """Read `demo`, `wikitext2`, `hub:OWNER/NAME[:CONFIG]`, or UTF-8 files, and cut them into windows.
 
     `name=` before any of them makes it a separate text: the calibration tokens are divided equally among the texts,
     while each text gets the full number of selection and verification tokens. A hub data set gives its train,
-    validation and test splits. Of every file the first part goes to calibration, the middle to selection and the end
-    to verification. The seed picks the windows when there are more than needed.
+    validation and test splits. Of a file the first half is for calibration, the next sixth for selection and the last
+    third for verification; a text of many documents is dealt out in whole documents, in the same shares. The seed picks
+    the windows when there are more than needed; more tokens of a split only add windows of the same part.
     """
     if seq_len < 2:
         raise InputError(f"--seq-len must be at least 2, got {seq_len}; try --seq-len 256")
     groups = group_by_name([str(name) for name in ([text] if isinstance(text, (str, Path)) else text)])
-    minimum = {"calib": HELD_OUT_EVERY * len(groups), "select": 1, "verify": 2}  # windows; a bootstrap needs two
+    minimum = {"calib": HELD_OUT_EVERY * len(groups), "select": 1, "verify": 2}  # windows; an interval needs two
     token_counts = {"calib": calib_tokens, "select": select_tokens, "verify": verify_tokens}
     for name, tokens in token_counts.items():
         if tokens < minimum[name] * seq_len:
@@ -121,16 +150,35 @@ def load_text(
             raise InputError(f"--{name}-tokens must be at least {least} at --seq-len {seq_len}, got {tokens}")
     token_counts["calib"] //= len(groups)
     window_counts = [tokens // seq_len for tokens in token_counts.values()]
-    generator = torch.Generator().manual_seed(seed)
-    splits_by_name = {
-        name: draw_splits(names, tokenizer, seq_len, window_counts, generator) for name, names in groups.items()
-    }
-    fitting, *others = zip(*splits_by_name.values(), strict=True)
-    alternating = torch.stack(fitting, dim=1).flatten(0, 1)
-    windows = (alternating, *(torch.cat(parts) for parts in others))
+    splits_by_name = {}
+    for name, names in groups.items():
+        seeds = [seed_of(seed, name, split) for split in SPLITS]
+        splits_by_name[name] = draw_splits(names, tokenizer, seq_len, window_counts, document_separator, seeds)
     source = ", ".join(name for names in groups.values() for name in names)
-    calibration, selection, verification = (Split(w, source) for w in windows)
+    calibration, selection, verification = (
+        join_splits([splits[k] for splits in splits_by_name.values()], source, alternate=k == 0) for k in range(3)
+    )
     return Text(calibration, selection, verification, dict.fromkeys(groups, (window_counts[1], window_counts[2])))
+
+
+def seed_of(seed: int, *names: str) -> int:
+    """A seed of its own for everything that is named differently."""
+    return int.from_bytes(hashlib.sha256(" ".join([str(seed), *names]).encode()).digest()[:7], "big")
+
+
+def join_splits(splits: Sequence[Split], source: str, *, alternate: bool) -> Split:
+    """The same split of several texts as one: text after text, or window after window in turns."""
+    numbers, first = [], 0  # documents of different texts are different documents
+    for split in splits:
+        numbers.append(
+            torch.zeros(len(split.windows), dtype=torch.long) if split.documents is None else split.documents
+        )
+        numbers[-1] = numbers[-1] + first
+        first = int(numbers[-1].max()) + 1
+    windows = [split.windows for split in splits]
+    if alternate:
+        return Split(torch.stack(windows, dim=1).flatten(0, 1), source, torch.stack(numbers, dim=1).flatten())
+    return Split(torch.cat(windows), source, torch.cat(numbers))
 
 
 def parse_text_argument(word: str) -> tuple[str | None, str]:
@@ -150,34 +198,124 @@ def group_by_name(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def draw_splits(
-    names: list[str], tokenizer: Any, seq_len: int, counts: list[int], generator: torch.Generator
-) -> list[Tensor]:
+    names: list[str],
+    tokenizer: Any,
+    seq_len: int,
+    counts: list[int],
+    separator: str | None,
+    seeds: list[int],
+) -> list[Split]:
     """Draw `counts` windows for each of the three splits of one text."""
-    limit = CHARACTERS_PER_TOKEN * sum(counts) * seq_len
     prefix = bos_prefix(tokenizer)
-    pools: list[list[Tensor]] = [[], [], []]
+    splits = []
+    for k, documents in enumerate(read_splits(names, separator)):
+        limit = CHARACTERS_PER_TOKEN * counts[k] * seq_len
+        windows, numbers = cut_windows(thin(documents, limit), tokenizer, seq_len, prefix)
+        if len(windows) < counts[k]:
+            have, need, option = len(windows) * seq_len, counts[k] * seq_len, f"--{SPLIT_OPTIONS[k]}-tokens"
+            raise InputError(
+                f"text {', '.join(names)} is too short: its {SPLITS[k]} part ({SPLIT_PLACES[k]} of it) has {have} "
+                f"tokens in windows of {seq_len}, and {need} are asked for; other parts are not drawn from for it, so "
+                f"give more text, or lower {option} to at most {have}"
+            )
+        generator = torch.Generator().manual_seed(seeds[k])
+        drawn = torch.randperm(len(windows), generator=generator)[: counts[k]].sort().values
+        splits.append(Split(windows[drawn], ", ".join(names), numbers[drawn]))
+    return splits
+
+
+def read_splits(names: list[str], separator: str | None) -> list[list[Document]]:
+    """The documents of each split of a text, or the parts of documents that each split has."""
+    splits: list[list[Document]] = [[], [], []]
+    files: list[list[Document]] = []
+    numbers = count()
+    separated = False
+
+    def number(contents: list[str]) -> list[Document]:
+        nonlocal separated
+        separated |= len(contents) > 1
+        return [Document(next(numbers), content) for content in contents]
+
     for name in names:
         if name in HUB_TEXTS or name.startswith("hub:"):
-            for pool, content in zip(pools, read_hub_texts(name), strict=True):
-                pool.append(cut_windows(subsample(content, limit), tokenizer, seq_len, prefix))
+            for split, rows in zip(splits, read_hub_texts(name), strict=True):
+                split += number(divide_rows(rows, separator))
         else:
-            for file in find_text_files(name):
-                windows = cut_windows(subsample(read_text_file(file), limit), tokenizer, seq_len, prefix)
-                first = len(windows) * counts[0] // sum(counts)
-                second = len(windows) * (counts[0] + counts[1]) // sum(counts)
-                for pool, part in zip(pools, windows.tensor_split([first, second]), strict=True):
-                    pool.append(part)
-    splits = [torch.cat(pool) for pool in pools]
-    if any(len(windows) < count for windows, count in zip(splits, counts, strict=True)):
-        have, need = (sum(len(s) for s in splits) * seq_len, sum(counts) * seq_len)
-        tokens = ", ".join(f"{split} {count * seq_len}" for split, count in zip(SPLITS, counts, strict=True))
-        raise InputError(
-            f"text {', '.join(names)} is too short: it has {have} tokens in windows of {seq_len}, the splits need "
-            f"{need} ({tokens}); give more text, or lower --calib-tokens, --select-tokens or --verify-tokens"
-        )
+            files += [number(divide(read_text_file(file), separator)) for file in find_text_files(name)]
+    if separator is not None and not separated:
+        raise InputError(f"--document-separator {separator!r} stands nowhere in text {', '.join(names)}")
+    documents = [document for file in files for document in file]
+    sizes = [len(document.content) for document in documents]
+    dealt = len(documents) >= DEALT_DOCUMENTS and max(sizes) <= LARGEST_DEALT * sum(sizes)
+    for shares in [deal_documents(documents)] if dealt else map(cut_file, files):
+        for split, share in zip(splits, shares, strict=True):
+            split += share
+    return splits
+
+
+def divide(content: str, separator: str | None = None) -> list[str]:
+    """The documents of a file: what stands between separators, or under each heading of WikiText, or the whole of it.
+
+    Nothing is lost: a heading begins its document, a separator ends it.
+    """
+    if separator is not None:
+        parts = content.split(separator)
+        pieces = [part + separator for part in parts[:-1]] + parts[-1:]
+        return [piece for piece in pieces if piece.strip()] or [content]
+    starts = [match.start() for match in WIKITEXT_HEADING.finditer(content)]
+    borders = [0, *(start for start in starts if content[:start].strip()), len(content)]
+    return [content[start:stop] for start, stop in pairwise(borders)]
+
+
+def divide_rows(rows: list[str], separator: str | None) -> list[str]:
+    """The documents of a hub data set: long rows are documents; short ones are the lines of one text."""
+    if separator is None and sum(map(len, rows)) >= LONG_ROW * max(1, len(rows)):
+        return rows
+    return divide("".join(rows), separator)
+
+
+def deal_documents(documents: list[Document]) -> list[list[Document]]:
+    """Whole documents for every split: each goes to the split that has least of what it is due by then."""
+    splits: list[list[Document]] = [[], [], []]
+    sizes, total = [0, 0, 0], 0
+    for document in documents:
+        total += len(document.content)
+        behind = [share * total - size for share, size in zip(SPLIT_SHARES, sizes, strict=True)]
+        chosen = behind.index(max(behind))
+        splits[chosen].append(document)
+        sizes[chosen] += len(document.content)
+    return splits
+
+
+def cut_file(documents: list[Document]) -> list[list[Document]]:
+    """One file cut in three, at the ends of lines; a document at a border is in both splits."""
+    content = "".join(document.content for document in documents)
+    borders = [0]
+    for share in accumulate(SPLIT_SHARES[:-1]):
+        wanted = round(share * len(content))
+        borders.append(max(borders[-1], content.rfind("\n", 0, wanted) + 1 or wanted))
+    borders.append(len(content))
+    splits: list[list[Document]] = [[], [], []]
+    start = 0
+    for document in documents:
+        stop = start + len(document.content)
+        for split, low, high in zip(splits, borders, borders[1:], strict=False):
+            part = content[max(low, start) : min(high, stop)]
+            if part:
+                split.append(Document(document.number, part))
+        start = stop
+    return splits
+
+
+def thin(documents: list[Document], limit: int) -> list[Document]:
+    """At most about `limit` characters: of a longer text, the same share of every document."""
+    total = sum(len(document.content) for document in documents)
+    if total <= limit:
+        return documents
+    shares = [len(document.content) / total for document in documents]
     return [
-        windows[torch.randperm(len(windows), generator=generator)[:count].sort().values]
-        for windows, count in zip(splits, counts, strict=True)
+        Document(d.number, subsample(d.content, max(1, int(limit * share)), max(1, int(SLICES * share))))
+        for d, share in zip(documents, shares, strict=True)
     ]
 
 
@@ -209,8 +347,8 @@ def read_text_file(path: Path) -> str:
         raise InputError(f"text file {path} is not UTF-8 (byte {error.start}); convert it to UTF-8") from error
 
 
-def read_hub_texts(name: str) -> list[str]:
-    """The train, validation and test text of a hub data set."""
+def read_hub_texts(name: str) -> list[list[str]]:
+    """The rows of the train, validation and test split of a hub data set."""
     repo, _, config = name.removeprefix("hub:").partition(":")
     if name in HUB_TEXTS:
         repo, config = HUB_TEXTS[name]
@@ -231,7 +369,7 @@ def read_hub_texts(name: str) -> list[str]:
     texts = [[row for row in part["text"] if row is not None] for part in parts]
     if not all(isinstance(row, str) for rows in texts for row in rows):
         raise InputError(f"column 'text' of data set {repo} does not hold text; {TEXT_ALTERNATIVES}")
-    return ["".join(row if row.endswith("\n") else row + "\n" for row in rows) for rows in texts]
+    return [[row if row.endswith("\n") else row + "\n" for row in rows] for rows in texts]
 
 
 @contextmanager
@@ -254,7 +392,7 @@ def datasets_offline(wanted: bool) -> Iterator[None]:
             switch.HF_HUB_OFFLINE = value
 
 
-def subsample(text: str, limit: int, slices: int = 64) -> str:
+def subsample(text: str, limit: int, slices: int = SLICES) -> str:
     """At most about `limit` characters: of a longer text, evenly spaced slices that end at a line end."""
     if len(text) <= limit:
         return text
@@ -272,20 +410,31 @@ def bos_prefix(tokenizer: Any) -> list[int]:
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
 
 
-def cut_windows(text: str, tokenizer: Any, seq_len: int, prefix: list[int]) -> Tensor:
-    """Tokenise a text into windows of `seq_len` tokens, the prefix included; an incomplete window is dropped."""
+def cut_windows(
+    documents: Sequence[Document], tokenizer: Any, seq_len: int, prefix: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Tokenise documents, one after another, into windows of `seq_len` tokens, the prefix included.
+
+    An incomplete window is dropped. The second tensor is the document of every window: that of its middle token.
+    """
     ids: list[int] = []
-    start = 0
-    while start < len(text):
-        stop = start + CHARACTERS_AT_ONCE
-        if stop < len(text):
-            stop = text.rfind("\n", start, stop) + 1 or stop
-        ids += tokenizer(text[start:stop], add_special_tokens=False, verbose=False)["input_ids"]
-        start = stop
+    ends: list[int] = []  # tokens up to the end of each document
+    for document in documents:
+        content, start = document.content, 0
+        while start < len(content):
+            stop = start + CHARACTERS_AT_ONCE
+            if stop < len(content):
+                stop = content.rfind("\n", start, stop) + 1 or stop
+            ids += tokenizer(content[start:stop], add_special_tokens=False, verbose=False)["input_ids"]
+            start = stop
+        ends.append(len(ids))
     body = seq_len - len(prefix)
-    count = len(ids) // body
-    windows = torch.tensor(ids[: count * body], dtype=torch.long).reshape(count, body)
-    return torch.cat([torch.tensor(prefix, dtype=torch.long).expand(count, -1), windows], dim=1)
+    rows = len(ids) // body
+    windows = torch.tensor(ids[: rows * body], dtype=torch.long).reshape(rows, body)
+    middles = torch.arange(rows) * body + body // 2
+    numbers = torch.tensor([document.number for document in documents], dtype=torch.long)
+    owners = numbers[torch.searchsorted(torch.tensor(ends, dtype=torch.long), middles, right=True)]
+    return torch.cat([torch.tensor(prefix, dtype=torch.long).expand(rows, -1), windows], dim=1), owners
 
 
 def batches(windows: Tensor, size: int) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import struct
 import time
@@ -20,7 +21,7 @@ from zoo import tiny_tokenizer
 
 from compressor import text as texts
 from compressor.runtime.errors import InputError
-from compressor.text import CHARACTERS_PER_TOKEN, Text, bos_prefix, cut_windows, load_text, subsample
+from compressor.text import CHARACTERS_PER_TOKEN, Document, Text, bos_prefix, cut_windows, load_text, subsample
 
 SIZES = {"seq_len": 16, "calib_tokens": 800, "select_tokens": 160, "verify_tokens": 320}
 SPLITS = ("calibration", "selection", "verification")
@@ -63,8 +64,28 @@ def test_windows_are_consecutive_disjoint_and_in_order(file: Path) -> None:
     assert set(drawn) <= set(text)  # each window is sixteen consecutive bytes, on the grid
     assert len(set(drawn)) == len(drawn)
     assert drawn == sorted(drawn)  # first calibration, then selection, then verification
-    assert chosen[0][-1] < text[500 * 50 // 80]
-    assert text[500 * 50 // 80] <= chosen[1][0] <= chosen[1][-1] < text[500 * 60 // 80] <= chosen[2][0]
+    assert chosen[0][-1] < text[250]  # the first half, the next sixth, the last third
+    assert text[250] <= chosen[1][0] <= chosen[1][-1] < text[333] <= chosen[2][0]
+
+
+@pytest.mark.parametrize("option", ["calib_tokens", "select_tokens", "verify_tokens"])
+@pytest.mark.parametrize("seq_len", [16, 32])
+def test_more_tokens_of_a_split_move_no_border(file: Path, option: str, seq_len: int) -> None:
+    """A larger verification takes only what nothing was fitted or searched on, and all that it had before."""
+    few = load_text(file, Bytes(), **SIZES)
+    many = load_text(file, Bytes(), **{**SIZES, "seq_len": seq_len, option: 2 * SIZES[option]})
+    found = {split: {line for w in lines(getattr(many, split).windows) for line in w.splitlines()} for split in SPLITS}
+    before = {split: {line.strip() for line in lines(getattr(few, split).windows)} for split in SPLITS}
+    for first, second in itertools.permutations(SPLITS, 2):
+        assert not found[first] & before[second]
+    if seq_len == 16:
+        assert all(before[split] <= found[split] for split in SPLITS)
+
+
+def test_a_split_that_has_no_more_says_so(file: Path) -> None:
+    load_text(file, Bytes(), **{**SIZES, "verify_tokens": 16 * 167})
+    with pytest.raises(InputError, match=r"verification part \(the last third of it\) has 2672 tokens.*at most 2672"):
+        load_text(file, Bytes(), **{**SIZES, "verify_tokens": 16 * 168})
 
 
 def test_held_out_windows_are_not_fitted_on(file: Path) -> None:
@@ -73,6 +94,19 @@ def test_held_out_windows_are_not_fitted_on(file: Path) -> None:
     assert len(held) == 10
     assert fitted | held == set(lines(text.calibration.windows))
     assert not fitted & held
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 10])
+def test_every_named_text_is_fitted_and_held_out(tmp_path: Path, count: int) -> None:
+    """Also five, where every fifth of all calibration windows would be one text."""
+    names = "abcdefghij"[:count]
+    for name in names:
+        (tmp_path / name).write_text(numbered(400, name), encoding="utf-8")
+    sizes = {**SIZES, "calib_tokens": 16 * 20 * count}
+    text = load_text([f"{name}={tmp_path / name}" for name in names], Bytes(), **sizes)
+    for part, windows in ((text.fitting, 16), (text.held_out, 4)):
+        firsts = [line[0] for line in lines(part)]
+        assert {name: firsts.count(name) for name in names} == dict.fromkeys(names, windows)
 
 
 def test_same_seed_same_windows(file: Path) -> None:
@@ -89,15 +123,15 @@ def test_seed_leaves_the_global_generator_alone(file: Path) -> None:
 
 def test_sha256_is_stable(file: Path) -> None:
     """Of the tokens as little-endian 64-bit integers, whatever the machine."""
-    exact = {"seq_len": 16, "calib_tokens": 80, "select_tokens": 16, "verify_tokens": 32}
-    file.write_text(numbered(8), encoding="utf-8")
+    exact = {"seq_len": 16, "calib_tokens": 96, "select_tokens": 32, "verify_tokens": 64}
+    file.write_text(numbered(12), encoding="utf-8")
     text = load_text(file, Bytes(), **exact)
-    content = numbered(8).encode()
-    for split, part in zip(SPLITS, (content[:80], content[80:96], content[96:]), strict=True):
+    content = numbered(12).encode()
+    for split, part in zip(SPLITS, (content[:96], content[96:128], content[128:]), strict=True):
         tokens = struct.pack(f"<{len(part)}q", *part)
         assert getattr(text, split).sha256 == hashlib.sha256(tokens).hexdigest()
     assert text.calibration.source == str(file)
-    assert [getattr(text, name).tokens for name in SPLITS] == [80, 16, 32]
+    assert [getattr(text, name).tokens for name in SPLITS] == [96, 32, 64]
 
 
 def test_every_file_contributes_to_every_split(file: Path, tmp_path: Path) -> None:
@@ -111,12 +145,13 @@ def test_every_file_contributes_to_every_split(file: Path, tmp_path: Path) -> No
 
 
 def test_whole_text_is_used_when_it_is_just_enough(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(numbered(80), encoding="utf-8")
-    chosen = splits(load_text(tmp_path / "text.txt", Bytes(), **SIZES))
-    assert [line for part in chosen for line in part] == numbered(80).splitlines(keepends=True)
-    (tmp_path / "text.txt").write_text(numbered(79), encoding="utf-8")
-    with pytest.raises(InputError, match=r"it has 1264 tokens in windows of 16, the splits need 1280"):
-        load_text(tmp_path / "text.txt", Bytes(), **SIZES)
+    sizes = {"seq_len": 16, "calib_tokens": 480, "select_tokens": 160, "verify_tokens": 320}
+    (tmp_path / "text.txt").write_text(numbered(60), encoding="utf-8")
+    chosen = splits(load_text(tmp_path / "text.txt", Bytes(), **sizes))
+    assert [line for part in chosen for line in part] == numbered(60).splitlines(keepends=True)
+    (tmp_path / "text.txt").write_text(numbered(59), encoding="utf-8")
+    with pytest.raises(InputError, match=r"calibration part \(the first half of it\) has 464 tokens in windows of 16"):
+        load_text(tmp_path / "text.txt", Bytes(), **sizes)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +195,7 @@ def test_every_window_starts_with_the_prefix(tmp_path: Path) -> None:
         assert not bool((windows[:, 1:] == 0).any())
         assert not bool((getattr(plain, name).windows == 0).any())
     content = "the watery part of the world " * 20
-    body = cut_windows(content, with_bos(), 16, [0])[:, 1:].flatten()
+    body = cut_windows([Document(0, content)], with_bos(), 16, [0])[0][:, 1:].flatten()
     ids = tiny_tokenizer()(content)["input_ids"]
     assert body.tolist() == ids[: len(body)]
     assert len(ids) - len(body) < 15
@@ -172,10 +207,11 @@ def test_every_window_starts_with_the_prefix(tmp_path: Path) -> None:
 def test_text_is_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """With line ends between them, and without any."""
     for content in (numbered(50), "no line end here " * 50):
-        whole = cut_windows(content, Bytes(), 16, [])
+        documents = [Document(0, content)]
+        whole, _ = cut_windows(documents, Bytes(), 16, [])
         with monkeypatch.context() as patch:
             patch.setattr(texts, "CHARACTERS_AT_ONCE", 100)
-            assert torch.equal(cut_windows(content, Bytes(), 16, []), whole)
+            assert torch.equal(cut_windows(documents, Bytes(), 16, [])[0], whole)
 
 
 def test_thin_keeps_a_short_text() -> None:
@@ -211,6 +247,78 @@ def test_huge_text_is_not_tokenised_whole(tmp_path: Path) -> None:
     assert sum(seen) <= CHARACTERS_PER_TOKEN * 1280 + 10
     assert text.verification.tokens == 320
     assert max(int(line[7:15]) for line in lines(text.verification.windows) if line.startswith("x line")) > 100_000
+
+
+# Documents
+
+
+def owners(text: Text, split: str) -> dict[str, int]:
+    """The document of every window, by what the window says."""
+    part = getattr(text, split)
+    assert part.documents is not None
+    return dict(zip(lines(part.windows), part.documents.tolist(), strict=True))
+
+
+def articles(count: int, size: int) -> str:
+    """Articles as WikiText has them, with a section heading in each; every line has sixteen bytes."""
+    body = "".join("words of it {0:03d}\n" for _ in range(size - 2))
+    return "".join(f" = Title {i:03d}  = \n = = Part {i:02d} = = \n" + body.format(i) for i in range(count))
+
+
+def test_one_file_is_one_document(file: Path) -> None:
+    text = load_text(file, Bytes(), **SIZES)
+    assert {*owners(text, "calibration").values(), *owners(text, "verification").values()} == {0}
+
+
+def test_files_are_documents(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "more.txt").write_text(numbered(300, "y"), encoding="utf-8")
+    text = load_text([file, str(tmp_path / "more.txt")], Bytes(), **SIZES)
+    for split in SPLITS:
+        assert {(line[0], number) for line, number in owners(text, split).items()} == {("x", 0), ("y", 1)}
+
+
+def test_named_texts_share_no_document(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "more.txt").write_text(numbered(300, "y"), encoding="utf-8")
+    text = load_text([f"a={file}", f"b={tmp_path / 'more.txt'}"], Bytes(), **SIZES)
+    for split in SPLITS:
+        pairs = {(line[0], number) for line, number in owners(text, split).items()}
+        assert len(pairs) == len({number for _, number in pairs}) == 2
+
+
+@pytest.mark.parametrize("separator", [None, "<|end|>\n"])
+def test_many_documents_are_dealt_out_whole(tmp_path: Path, separator: str | None) -> None:
+    """Headings of WikiText, or a separator; section headings begin no document. No document is in two splits."""
+    content = articles(60, 10)
+    if separator:
+        content = content.replace(" = Title", f"{separator}Title")
+    (tmp_path / "wiki.raw").write_text(content, encoding="utf-8")
+    sizes = {"seq_len": 16, "calib_tokens": 3200, "select_tokens": 960, "verify_tokens": 1920}
+    text = load_text(tmp_path / "wiki.raw", Bytes(), **sizes, document_separator=separator)
+    seen = [set(owners(text, split).values()) for split in SPLITS]
+    assert not seen[0] & seen[1]
+    assert not seen[0] & seen[2]
+    assert not seen[1] & seen[2]
+    assert [len(documents) for documents in seen] == pytest.approx([30, 10, 20], abs=1)
+    shares = [max(documents) - min(documents) for documents in seen]
+    assert min(shares) > 45  # from the whole of the text
+
+
+def test_few_documents_are_cut_like_one_file(tmp_path: Path) -> None:
+    (tmp_path / "wiki.raw").write_text(articles(12, 50), encoding="utf-8")
+    text = load_text(tmp_path / "wiki.raw", Bytes(), **SIZES)
+    assert set(owners(text, "calibration").values()) == set(range(6))
+    assert set(owners(text, "verification").values()) == {8, 9, 10, 11}
+
+
+def test_a_document_that_is_most_of_the_text_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "wiki.raw").write_text(articles(60, 10) + numbered(2000), encoding="utf-8")
+    text = load_text(tmp_path / "wiki.raw", Bytes(), **SIZES)
+    assert [getattr(text, split).tokens for split in SPLITS] == [800, 160, 320]
+
+
+def test_a_separator_that_is_nowhere(file: Path) -> None:
+    with pytest.raises(InputError, match=r"--document-separator '%%' stands nowhere in text"):
+        load_text(file, Bytes(), **SIZES, document_separator="%%")
 
 
 # The Hub

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,17 @@ from compressor.evaluate.breakdown import LossBreakdown, break_down
 from compressor.evaluate.budget import Budget
 from compressor.evaluate.generation import GenerationCheck, compare_continuations, continue_greedily, predict_along
 from compressor.evaluate.perplexity import Losses, PerplexityChange, compare, compare_parts, evaluate
-from compressor.evaluate.tasks import Scores, Task, TaskChange, compare_scores, longest_sequence, score, task_key
+from compressor.evaluate.tasks import (
+    Scores,
+    Task,
+    TaskChange,
+    compare_scores,
+    confidence_at,
+    longest_sequence,
+    score,
+    split_documents,
+    task_key,
+)
 from compressor.runtime import distributed
 from compressor.runtime.cache import cache_key
 from compressor.runtime.context import RunContext
@@ -86,7 +96,8 @@ class Assessment:
     def warnings(self) -> list[str]:
         warnings = self.generation.warnings if self.generation else []
         fine = all(check.passed for check in self.text_checks())
-        return [f"perplexity is fine, its text is not: {w}" if fine else f"its text: {w}" for w in warnings]
+        weak = [f"verification {name}: {c.weakness}" for name, c in self.texts.items() if c.weakness]
+        return [*weak, *(f"perplexity is fine, its text is not: {w}" if fine else f"its text: {w}" for w in warnings)]
 
 
 class Evaluator:
@@ -172,20 +183,52 @@ class Evaluator:
         return {name: losses.part(part).perplexity for name, part in self.text.parts("verification").items()}
 
     def compare_texts(self, before: Losses, after: Losses) -> dict[str, PerplexityChange]:
-        return compare_parts(before, after, self.text.parts("verification"), self.context.confidence, self.context.seed)
+        split, parts = self.text.verification, self.text.parts("verification")
+        return compare_parts(before, after, split, parts, self.context.confidence, self.context.seed)
 
-    def compare_tasks(self, before: Mapping[str, Scores], after: Mapping[str, Scores]) -> dict[str, TaskChange]:
-        return {
-            task.name: compare_scores(
-                task, before[task.name], after[task.name], self.context.confidence, self.context.seed
-            )
-            for task in self.tasks
-        }
+    def compare_tasks(
+        self, before: Mapping[str, Scores], after: Mapping[str, Scores], looks: Mapping[str, int] | None = None
+    ) -> dict[str, TaskChange]:
+        """The fall in every task's score, on all documents.
 
-    def assess(self, before: Measured, after: Measured, compressed: Any, identity: Identity) -> Assessment:
+        `looks` names the tasks by which a search has chosen blocks, on one half of their documents: of those the other
+        half decides, and says how many plans it has been asked about, this one included.
+        """
+        confidence, seed = self.context.confidence, self.context.seed
+        changes = {}
+        for task in self.tasks:
+            scores, look = (before[task.name], after[task.name]), (looks or {}).get(task.name)
+            if look is None:
+                changes[task.name] = compare_scores(task, *scores, confidence, seed)
+            else:
+                choosing, deciding = split_documents(task.documents)
+                change = compare_scores(task, *scores, confidence_at(look, confidence), seed, deciding)
+                changes[task.name] = replace(change, chosen_on=len(choosing), looks=look)
+        return changes
+
+    def compare_choosing(
+        self, before: Mapping[str, Scores], after: Mapping[str, Scores], names: Sequence[str]
+    ) -> dict[str, TaskChange]:
+        """The fall in the score of these tasks, on the half of their documents on which a search chooses blocks."""
+        confidence, seed = self.context.confidence, self.context.seed
+        changes = {}
+        for task in (task for task in self.tasks if task.name in names):
+            choosing, _ = split_documents(task.documents)
+            changes[task.name] = compare_scores(task, before[task.name], after[task.name], confidence, seed, choosing)
+        return changes
+
+    def assess(
+        self,
+        before: Measured,
+        after: Measured,
+        compressed: Any,
+        identity: Identity,
+        task_looks: Mapping[str, int] | None = None,
+    ) -> Assessment:
         """Compare a compressed model with its source.
 
         `compressed` is the model that `after` was measured of: it is run once more, along the source's continuations.
+        `task_looks` is as in `compare_tasks`.
         """
         texts = self.compare_texts(before.losses, after.losses)
         generation = None
@@ -195,10 +238,16 @@ class Evaluator:
                 self.tokenizer, self.prompts, before.continuations, after.continuations, predicted, self.context.seed
             )
         return Assessment(
-            whole=compare(before.losses, after.losses, self.context.confidence, self.context.seed),
+            whole=compare(
+                before.losses,
+                after.losses,
+                self.context.confidence,
+                self.context.seed,
+                self.text.verification.documents,
+            ),
             texts=texts,
             allowed={name: self.budgets[name].allowed_rise(c.baseline) for name, c in texts.items()},
-            tasks=self.compare_tasks(before.scores, after.scores),
+            tasks=self.compare_tasks(before.scores, after.scores, task_looks),
             limits=self.limits,
             generation=generation,
             breakdown=break_down(self.text, before.losses, after.losses, self.tokenizer),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.evaluate.perplexity import bootstrap_interval, resample_means
+from compressor.evaluate.intervals import mean_interval
 from compressor.models.offload import device_of
 from compressor.runtime.errors import InputError
 from compressor.runtime.progress import Progress
@@ -136,8 +136,8 @@ def compare_continuations(
     ).double()
     pairs = torch.tensor([[distinct_share(row, 2) for row in rows] for rows in (source, compressed)]).double()
     rises = torch.stack([repetition[1] - repetition[0], pairs[0] - pairs[1]])
-    draws = resample_means(rises, seed)
-    intervals = [bootstrap_interval(row, row.mean().item(), 0.95)[0] for row in draws]
+    spreads = [mean_interval(row, 0.95, seed) for row in rises]
+    intervals = [(spread.low, spread.high) for spread in spreads]
     complaints = [
         (rises[0], intervals[0], "it repeats itself more than its source"),
         (rises[1], intervals[1], "its words are less varied than its source's"),

@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from compressor.evaluate.intervals import LEAST_UNITS, RESAMPLED_UNITS, perplexity_interval
 from compressor.models.blocks import backbone, find_blocks
 from compressor.models.offload import device_of, disk_weights_of, fetch_weights
 from compressor.models.residual import Stream, open_stream, resume
@@ -18,11 +19,10 @@ from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.runtime.progress import Progress
-from compressor.text import batches
+from compressor.text import Split, batches
 
 LOGITS_BYTES = 512 * 2**20  # a batch shrinks until its float32 logits fit
 CHUNK_LOGITS = 4 * 2**20  # logits handled at a time, few enough to stay in the processor's cache
-RESAMPLES = 4000
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,42 @@ class Losses:
 
 @dataclass(frozen=True)
 class PerplexityChange:
-    """Perplexity before and after on the same windows, with the paired bootstrap interval of the difference."""
+    """Perplexity before and after on the same windows, with the interval of the difference.
+
+    Whole documents are resampled where the windows come from enough of them, else windows: `unit` says which, `units`
+    how many there are. With documents the interval is about other documents of this kind, with windows about other
+    windows of these very documents.
+    """
 
     baseline: float
     compressed: float
     delta: float
     delta_ci95: tuple[float, float]
     upper: float  # upper end of the interval at the wanted confidence: this must be inside the budget
+    error: float  # standard error of the difference
     tokens: int
     seq_len: int
+    unit: Literal["window", "document"]
+    units: int
+    documents: int
+
+    @property
+    def scope(self) -> str:
+        """Which text the interval is about, in words."""
+        if self.unit == "document":
+            return f"documents of the same kind as the {self.documents} that were measured"
+        these = "this one document" if self.documents == 1 else f"these {self.documents} documents"
+        return f"other windows of {these}: what holds there was not shown for other documents"
+
+    @property
+    def weakness(self) -> str | None:
+        """Why the interval may not hold its level, in words; None where it holds."""
+        if self.units >= LEAST_UNITS:
+            return None
+        return (
+            f"{self.units} {self.unit}s are fewer than the {LEAST_UNITS} from which an interval holds its level: raise "
+            f"--verify-tokens{'' if self.unit == 'window' else ', or give a text of more documents'}"
+        )
 
 
 def limit_batch_size(model: Any, seq_len: int, batch_size: int) -> int:
@@ -164,43 +191,48 @@ def evaluate(
     return losses
 
 
-def compare(before: Losses, after: Losses, confidence: float = 0.95, seed: int = 0) -> PerplexityChange:
-    """The change in perplexity, with a paired bootstrap: windows are drawn again, the same for both models.
+def compare(
+    before: Losses,
+    after: Losses,
+    confidence: float = 0.95,
+    seed: int = 0,
+    documents: Tensor | None = None,
+) -> PerplexityChange:
+    """The change in perplexity with its interval: the same units are drawn for both models.
 
-    Windows are drawn and not tokens, for the tokens of one window are not independent.
+    `documents` is the number of the document of every window, where the text tells documents apart. Windows are drawn
+    at least, and not tokens, for the tokens of one window are not independent.
     """
-    means = resample_means(torch.stack([before.windows, after.windows]), seed)
-    deltas = means[1].exp() - means[0].exp()
-    delta = after.perplexity - before.perplexity
-    interval, upper = bootstrap_interval(deltas, delta, confidence)
+    windows = len(before.nats)
+    count = 1 if documents is None else len(torch.unique(documents))
+    by_document = count >= RESAMPLED_UNITS
+    interval = perplexity_interval(before.windows, after.windows, documents if by_document else None, confidence, seed)
     return PerplexityChange(
         baseline=before.perplexity,
         compressed=after.perplexity,
-        delta=delta,
-        delta_ci95=interval,
-        upper=upper,
+        delta=after.perplexity - before.perplexity,
+        delta_ci95=(interval.low, interval.high),
+        upper=interval.upper,
+        error=interval.error,
         tokens=before.nats.numel(),
         seq_len=before.nats.shape[1] + 1,
+        unit="document" if by_document else "window",
+        units=count if by_document else windows,
+        documents=count,
     )
 
 
 def compare_parts(
-    before: Losses, after: Losses, parts: Mapping[str, slice], confidence: float = 0.95, seed: int = 0
+    before: Losses, after: Losses, split: Split, parts: Mapping[str, slice], confidence: float = 0.95, seed: int = 0
 ) -> dict[str, PerplexityChange]:
-    """The change in perplexity of every text; `parts` are the windows of each."""
-    return {name: compare(before.part(p), after.part(p), confidence, seed) for name, p in parts.items()}
-
-
-def resample_means(values: Tensor, seed: int) -> Tensor:
-    """Bootstrap means of `values` [rows, items]: the same items are drawn for every row. [rows, RESAMPLES]"""
-    generator = torch.Generator().manual_seed(seed)
-    count = values.shape[1]
-    # A few hundred draws at a time, since on a long text the indices of all would take more memory than the model.
-    draws = (torch.randint(count, (RESAMPLES // 20, count), generator=generator) for _ in range(20))
-    return torch.cat([values[:, items].mean(-1) for items in draws], dim=1)
-
-
-def bootstrap_interval(draws: Tensor, point: float, confidence: float) -> tuple[tuple[float, float], float]:
-    """The 95 % interval of resampled values, and its upper end at the wanted confidence (0: the point estimate)."""
-    low, high = torch.quantile(draws, torch.tensor([0.025, 0.975], dtype=draws.dtype)).tolist()
-    return (low, high), point if confidence == 0 else torch.quantile(draws, (1 + confidence) / 2).item()
+    """The change in perplexity of every text; `parts` are the windows of each in the split that was measured."""
+    return {
+        name: compare(
+            before.part(p),
+            after.part(p),
+            confidence,
+            seed,
+            None if split.documents is None else split.documents[p],
+        )
+        for name, p in parts.items()
+    }

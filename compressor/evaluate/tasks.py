@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.evaluate.perplexity import bootstrap_interval, limit_batch_size, resample_means
+from compressor.evaluate.intervals import fall_interval
+from compressor.evaluate.perplexity import limit_batch_size
 from compressor.evaluate.task_files import TASK_ALTERNATIVES, TaskFile, find_tasks, refuse_unusable
 from compressor.models.load import quiet
 from compressor.models.offload import device_of
@@ -33,6 +34,7 @@ from compressor.text import datasets_offline
 
 FEWSHOT_SEED = 1234  # lm-eval's own default
 LONGEST_SEQUENCE = 2048  # tokens: with more, tasks that score whole texts would need gigabytes of logits
+LOOK_SHARES = (1 / 2, 1 / 4, 1 / 4)  # of the error, for each look at the documents that decide
 AGGREGATIONS = ("mean", "nanmean", "perplexity")  # those that need one number per document
 Scores = dict[str, Tensor]  # metric → its value for every document
 
@@ -58,7 +60,11 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskChange:
-    """How much a task's score fell, with the paired bootstrap interval over documents."""
+    """How much a task's score fell on the documents that decide, with the interval over documents.
+
+    A search that gives blocks back chooses them on one half of the documents (`chosen_on`); the other half decides, and
+    `looks` counts how many plans it was asked about. `metrics` are those of all documents, as lm-eval prints them.
+    """
 
     source: float
     compressed: float
@@ -68,6 +74,8 @@ class TaskChange:
     documents: int
     changed: int
     metrics: dict[str, tuple[float, float]]
+    chosen_on: int = 0
+    looks: int = 1
 
 
 def load_tasks(names: Sequence[str], paths: Sequence[str], limit: int | None, trust_remote_code: bool) -> list[Task]:
@@ -253,28 +261,54 @@ def request_documents(task: Task, only: Sequence[int]) -> Any:
     return build_selected
 
 
-def compare_scores(task: Task, before: Scores, after: Scores, confidence: float = 0.95, seed: int = 0) -> TaskChange:
-    """The fall in score, with a paired bootstrap: documents are drawn again, the same for both models."""
-    fall = task.better * (before[task.metric] - after[task.metric])
-    drop = fall.mean().item()
-    interval, upper = bootstrap_interval(resample_means(fall[None], seed)[0], drop, confidence)
+def split_documents(count: int) -> tuple[list[int], list[int]]:
+    """The documents on which a search chooses, and those that decide: one of each pair of neighbours.
+
+    Which one does not depend on the number of documents, so that no other limit moves a document to the other half.
+    """
+    halves: tuple[list[int], list[int]] = ([], [])
+    for document in range(count):
+        first = hashlib.sha256(f"pair {document // 2}".encode()).digest()[0] % 2
+        halves[(document + first) % 2].append(document)
+    return halves
+
+
+def confidence_at(look: int, confidence: float) -> float:
+    """The confidence of one look at the deciding documents: all looks together keep the whole error."""
+    return 1 - (1 - confidence) * LOOK_SHARES[look - 1] if confidence > 0 else 0.0
+
+
+def compare_scores(
+    task: Task,
+    before: Scores,
+    after: Scores,
+    confidence: float = 0.95,
+    seed: int = 0,
+    only: Sequence[int] | None = None,
+) -> TaskChange:
+    """The fall in score of all documents, or of these, with an interval over pairs of answers to the same document."""
+    documents = list(range(len(before[task.metric])) if only is None else only)
+    first, second = before[task.metric][documents], after[task.metric][documents]
+    falls = task.better * (first - second)
+    interval = fall_interval(falls, confidence, seed)
     return TaskChange(
-        source=before[task.metric].mean().item(),
-        compressed=after[task.metric].mean().item(),
-        drop=drop,
-        drop_ci95=interval,
-        upper=upper,
-        documents=len(fall),
-        changed=int((fall != 0).sum()),
+        source=first.mean().item(),
+        compressed=second.mean().item(),
+        drop=falls.mean().item(),
+        drop_ci95=(interval.low, interval.high),
+        upper=interval.upper,
+        documents=len(falls),
+        changed=int((falls != 0).sum()),
         metrics={name: (task.total(name, before[name]), task.total(name, after[name])) for name in before},
     )
 
 
-def find_lost_documents(task: Task, before: Scores, after: Scores, most: int) -> list[int]:
-    """The documents on which the compressed model does worse, the worst first."""
-    fall = task.better * (before[task.metric] - after[task.metric])
-    order = fall.argsort(descending=True, stable=True)[:most]
-    return sorted(order[fall[order] > 0].tolist())
+def find_lost_documents(task: Task, before: Scores, after: Scores, only: Sequence[int], most: int) -> list[int]:
+    """Those of the given documents on which the compressed model does worse, the worst first."""
+    documents = torch.tensor(list(only), dtype=torch.long)
+    falls = task.better * (before[task.metric] - after[task.metric])[documents]
+    order = falls.argsort(descending=True, stable=True)[:most]
+    return sorted(documents[order[falls[order] > 0]].tolist())
 
 
 @contextmanager

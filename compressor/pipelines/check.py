@@ -82,7 +82,7 @@ def run(directory: Path, options: Mapping[str, Any], gate: Gate, context: RunCon
     evaluator = make_evaluator(recipe, original, tokenizer, text, tasks, context)
     before = evaluator.measure(original, "source", identify(original))
     after = evaluator.measure(compressed, "compressed", identify(compressed))
-    assessment = evaluator.assess(before, after, compressed, identify(compressed))
+    assessment = evaluator.assess(before, after, compressed, identify(compressed), searched_tasks(recorded))
     record = Record(
         **describe_tool(),
         directory=str(directory),
@@ -103,6 +103,12 @@ def run(directory: Path, options: Mapping[str, Any], gate: Gate, context: RunCon
     passed = all(check.passed for check in record.checks)
     record = record.with_parts(passed=passed, timings=timings(context.progress, began))
     return announce(record, now, gate, context.progress)
+
+
+def searched_tasks(recorded: Record | SavedRecord) -> dict[str, int]:
+    """The tasks by which the checkpoint's blocks were chosen, and the looks that their deciding documents have had."""
+    tasks = recorded.tasks if isinstance(recorded, Record) else {}
+    return {name: task.looks for name, task in tasks.items() if task.chosen_on}
 
 
 def recipe_of(directory: Path, options: Mapping[str, Any], recorded: Record | SavedRecord) -> Recipe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from compressor.evaluate.budget import compute_limits
@@ -47,7 +48,8 @@ def run(recipe: Recipe, context: RunContext) -> Record:
         record = describe_profile(job.model, job.tokenizer, job.text, profile, study)
         record = record.with_parts(recipe=job.recipe.settings(), verification_looks=verified.looks)
         record = describe_plan(record, verified.plan)
-        return finish(job, evaluator, verified.plan.fits, source, verified.measured, record, out)
+        looks = verified.task_looks
+        return finish(job, evaluator, verified.plan.fits, source, verified.measured, record, out, looks)
 
 
 def finish(
@@ -58,6 +60,7 @@ def finish(
     compressed: Measured,
     record: Record,
     out: Path,
+    task_looks: Mapping[str, int] | None = None,
 ) -> Record:
     """Measure the speed, patch for good, assess the patched model against its source, complete the record, and write
     everything."""
@@ -68,7 +71,7 @@ def finish(
         distributed.broadcast_value(measure_speed(job.model, blocks, fits, windows) if first else None)
     )
     patch(job.model, blocks, fits)
-    assessment = evaluator.assess(source, compressed, job.model, identity)
+    assessment = evaluator.assess(source, compressed, job.model, identity, task_looks)
     assert count_parameters(job.model) == record.parameters.after
 
     timings = job.timings()

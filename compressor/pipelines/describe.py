@@ -46,7 +46,8 @@ def describe_source(model: Any) -> parts.Source:
 
 
 def describe_split(split: Split) -> parts.TextSplit:
-    return parts.TextSplit(source=split.source, sha256=split.sha256, tokens=split.tokens)
+    documents = None if split.documents is None else len(set(split.documents.tolist()))
+    return parts.TextSplit(source=split.source, sha256=split.sha256, tokens=split.tokens, documents=documents)
 
 
 def describe_text(text: Text) -> parts.Texts:
@@ -137,8 +138,8 @@ def describe_change(change: PerplexityChange) -> parts.PerplexityChange:
 def change_values(change: PerplexityChange) -> dict[str, Any]:
     """The fields of a change in perplexity, as the record names them."""
     values = asdict(change)
-    upper = values.pop("upper")
-    return {**values, "delta_upper": upper}
+    upper, error = values.pop("upper"), values.pop("error")
+    return {**values, "delta_upper": upper, "delta_error": error}
 
 
 def describe_changes(changes: Mapping[str, PerplexityChange]) -> dict[str, parts.PerplexityChange]:
@@ -164,6 +165,7 @@ def describe_assessment(assessment: Assessment, evaluator: Evaluator) -> dict[st
             asked=str(evaluator.budgets[name]),
             passed=change.upper <= assessment.allowed[name],
             sha256=Split(windows[slices[name]], name).sha256,
+            about=change.scope,
         )
         for name, change in assessment.texts.items()
     }
@@ -196,6 +198,8 @@ def describe_task(task: Task, change: TaskChange, limit: float | None) -> parts.
         drop_upper=change.upper,
         documents=change.documents,
         changed=change.changed,
+        chosen_on=change.chosen_on,
+        looks=change.looks,
         max_drop=limit,
         passed=None if limit is None else change.upper <= limit,
         metrics={name: parts.MetricPair(source=a, compressed=b) for name, (a, b) in change.metrics.items()},

@@ -13,6 +13,7 @@ from typing import Any
 from compressor.evaluate.budget import parse_task_drops
 from compressor.evaluate.evaluator import Evaluator
 from compressor.evaluate.generation import opening_prompts, read_prompts
+from compressor.evaluate.intervals import LEAST_UNITS
 from compressor.evaluate.task_files import BUILT_IN_TASK
 from compressor.evaluate.tasks import Task, find_prefix_token, load_tasks
 from compressor.measure.gradients import Damage
@@ -91,6 +92,7 @@ def open_job(recipe: Recipe, context: RunContext, *, with_tasks: bool = True) ->
     other = load_other(recipe, model, context) if recipe.cross else None
     text, recipe = open_text(recipe, model, tokenizer)
     advise_batches(text, context)
+    advise_windows(text, context)
     crossed = (other[0], open_text(recipe, *other)[0]) if other else None
     return Job(model, tokenizer, text, tasks, recipe, context, began, crossed)
 
@@ -103,6 +105,17 @@ def advise_batches(text: Text, context: RunContext) -> None:
         context.progress.say(
             f"{processes} processes, but a text of {fewest} batches: a smaller --batch-size shares the work better"
         )
+
+
+def advise_windows(text: Text, context: RunContext) -> None:
+    """Say which text has too few verification windows for an interval that holds its level."""
+    fewest = LEAST_UNITS * text.seq_len
+    for name, (_, windows) in text.counts.items():
+        if windows < LEAST_UNITS and context.confidence > 0:
+            context.progress.say(
+                f"warning: verification {name} has {windows} windows; an interval holds its level from {LEAST_UNITS} "
+                f"on; try --verify-tokens {fewest}"
+            )
 
 
 def placing(recipe: Recipe, context: RunContext) -> dict[str, Any]:
@@ -119,6 +132,11 @@ def load_other(recipe: Recipe, model: Any, context: RunContext) -> tuple[Any, An
     other, tokenizer = load_model(recipe.cross, trust_remote_code=trust, **placing(recipe, context))
     refuse_different_widths(model, other, str(recipe.model), recipe.cross)
     return other, tokenizer
+
+
+def read_escapes(separator: str | None) -> str | None:
+    r"""A separator as typed, with \n and \t for the end of a line and a tab."""
+    return separator and separator.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def absolute(name: str) -> str:
@@ -146,6 +164,7 @@ def open_text(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[Text, Recipe]
             calib_tokens=recipe.calib_tokens,
             select_tokens=recipe.select_tokens,
             verify_tokens=recipe.verify_tokens,
+            document_separator=read_escapes(recipe.document_separator),
             seed=recipe.seed,
         )
     largest = max(int(getattr(text, name).windows.max()) for name in SPLITS)

@@ -90,6 +90,11 @@ class Recipe(BaseModel):
         description="UTF-8 file (repeat for several; NAME=FILE for a text with a budget of its own), wikitext2, "
         "hub:OWNER/NAME, or demo  [wikitext2]",
     )
+    document_separator: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description=r"what stands between the documents of --text, such as '<|endoftext|>' or '\n\n\n'  [headings of "
+        "WikiText; else every file is one document]",
+    )
     seq_len: Annotated[int, Field(strict=True, ge=2)] | None = Field(
         default=None, description="tokens per window  [512, or the model's context]"
     )

@@ -234,6 +234,10 @@ class Planner:
             shapes, predicted = {index: candidate.shape}, candidate.damage
         return self.make_plan(self.runner.attempt(shapes, predicted, compensated=plan.compensated))
 
+    def count_saved(self, plan: Plan) -> int:
+        """The parameters that a plan removes."""
+        return sum(self.runner.candidates[index].saved(shape) for index, shape in plan.shapes.items())
+
     def make_plan(self, trial: Trial) -> Plan:
         return Plan(
             shapes=trial.shapes,

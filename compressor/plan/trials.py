@@ -50,8 +50,8 @@ class TrialRunner:
         if key not in self.tried:
             self.before = self.before or self.measure({}, False)
             after = self.measure(shapes, compensated)
-            parts, context = self.text.parts("selection"), self.context
-            changes = compare_parts(self.before, after, parts, context.confidence, context.seed)
+            split, parts, context = self.text.selection, self.text.parts("selection"), self.context
+            changes = compare_parts(self.before, after, split, parts, context.confidence, context.seed)
             saved = sum(self.candidates[index].saved(shape) for index, shape in shapes.items())
             self.tried[key] = Trial(dict(shapes), predicted, saved, compensated, changes)
             rises = ", ".join(f"{text_prefix(name)}ΔPPL {change.delta:+.3f}" for name, change in changes.items())

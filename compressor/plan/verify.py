@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from compressor.evaluate.budget import Limits, format_budgets, text_prefix
 from compressor.evaluate.evaluator import Evaluator, Measured
 from compressor.evaluate.perplexity import Losses, PerplexityChange
-from compressor.evaluate.tasks import Scores, TaskChange, find_lost_documents
+from compressor.evaluate.tasks import LOOK_SHARES, Scores, TaskChange, find_lost_documents, split_documents
 from compressor.patch.tree import identify_patched, patched
 from compressor.plan.search import Plan, Planner
 from compressor.plan.shapes import Shapes, list_shapes
@@ -22,36 +22,56 @@ MOST_DOCUMENTS = 64  # lost documents per task that are scored again to find out
 
 @dataclass(frozen=True)
 class VerifiedPlan:
-    """A plan inside all budgets, all that was measured of it, and how many plans were verified (`looks`)."""
+    """A plan inside all budgets, all that was measured of it, and how often the last word was asked for.
+
+    `looks` counts the plans that were measured on the verification text, `task_looks` those that the deciding documents
+    of each task with a budget were asked about.
+    """
 
     plan: Plan
     measured: Measured
     looks: int
+    task_looks: dict[str, int]
 
 
 def search_and_verify(planner: Planner, evaluator: Evaluator, source: Measured) -> VerifiedPlan:
     """The largest plan inside all budgets; `source` is what was measured of the original model.
 
     After a plan that breaks the budget of a text, the search runs again with a smaller budget. In a plan that breaks
-    the budget of a task, the block that costs this task most is restored. BudgetError when nothing is left.
+    the budget of a task, the block that costs this task most is restored. Blocks are chosen on one half of a task's
+    documents, and the other half decides, a limited number of times. BudgetError when nothing is left.
     """
     model = planner.model
     plan, losses, looks = search_text(planner, evaluator, source.losses)
+    limited = [name for name, limit in evaluator.limits.items() if limit is not None]
+    task_looks = 0
+    refusal: BudgetError | None = None
     while True:
         identity = identify_patched(model, plan.fits)
         with patched(model, planner.blocks, plan.fits):
             scores = evaluator.score_tasks(model, "compressed", identity)
-            drops = evaluator.compare_tasks(source.scores, scores)
+        drops = evaluator.compare_choosing(source.scores, scores, limited)
+        # The first look is spent on a plan that is inside by the choosing documents, a further one on one that is
+        # surely inside by them.
+        ends = {name: change.upper if task_looks else change.drop for name, change in drops.items()}
+        broken = [name for name, end in ends.items() if end > task_limit(evaluator, name)]
+        if not broken:
+            task_looks += 1
+            drops = evaluator.compare_tasks(source.scores, scores, dict.fromkeys(limited, task_looks))
             broken = find_broken_tasks(evaluator, drops)
             if not broken:
-                continuations = evaluator.write_continuations(model, "compressed", identity)
-                return VerifiedPlan(plan, Measured(losses, scores, continuations), looks)
-        refusal = task_refusal(evaluator, drops, broken, plan.shapes)
+                with patched(model, planner.blocks, plan.fits):
+                    continuations = evaluator.write_continuations(model, "compressed", identity)
+                measured = Measured(losses, scores, continuations)
+                return VerifiedPlan(plan, measured, looks, dict.fromkeys(limited, task_looks))
+            refusal = task_refusal(evaluator, drops, broken, plan.shapes)
+            if task_looks == len(LOOK_SHARES):
+                raise refusal
         index = find_worst_block(planner, evaluator, plan, broken, source.scores, scores)
         planner.progress.say(f"  task {', '.join(broken)} refuses it: block {index} costs most and goes back")
         smaller = planner.without_block(plan, index)
         if smaller is None:
-            raise refusal
+            raise refusal or task_refusal(evaluator, drops, broken, plan.shapes)
         plan, looks = smaller, looks + 1
         losses = measure_plan(planner, evaluator, plan)
         texts = evaluator.compare_texts(source.losses, losses)
@@ -87,7 +107,7 @@ def search_text(planner: Planner, evaluator: Evaluator, source: Losses) -> tuple
             if best is None and refusal is None:
                 raise
             break
-        if best is not None and plan.shapes == best[0].shapes:
+        if best is not None and planner.count_saved(plan) <= planner.count_saved(best[0]):
             break
         looks += 1
         losses = measure_plan(planner, evaluator, plan)
@@ -114,10 +134,15 @@ def search_text(planner: Planner, evaluator: Evaluator, source: Losses) -> tuple
     return *best, looks
 
 
+def task_limit(evaluator: Evaluator, name: str) -> float:
+    """The largest fall of this task's score; infinite where it is only reported."""
+    limit = evaluator.limits[name]
+    return math.inf if limit is None else limit
+
+
 def find_broken_tasks(evaluator: Evaluator, drops: Mapping[str, TaskChange]) -> list[str]:
     """The tasks whose score may have fallen by more than their limit."""
-    limits = {name: limit for name, limit in evaluator.limits.items() if limit is not None}
-    return [name for name, limit in limits.items() if drops[name].upper > limit]
+    return [name for name, change in drops.items() if change.upper > task_limit(evaluator, name)]
 
 
 def find_worst_block(
@@ -128,7 +153,7 @@ def find_worst_block(
     before: Mapping[str, Scores],
     after: Mapping[str, Scores],
 ) -> int:
-    """The block that, restored, wins back most of the documents that the broken tasks lost."""
+    """The block that, restored, wins back most of the documents that the broken tasks lost, of those that choose."""
     if len(plan.shapes) == 1:
         return next(iter(plan.shapes))
     won_back: dict[int, float] = dict.fromkeys(plan.shapes, 0.0)
@@ -136,7 +161,8 @@ def find_worst_block(
     others = {i: {k: v for k, v in identity["replaced"].items() if k != str(i)} for i in plan.shapes}
     identities = {index: {**identity, "replaced": replaced} for index, replaced in others.items()}
     for task in (task for task in evaluator.tasks if task.name in broken):
-        lost = find_lost_documents(task, before[task.name], after[task.name], MOST_DOCUMENTS)
+        choosing, _ = split_documents(task.documents)
+        lost = find_lost_documents(task, before[task.name], after[task.name], choosing, MOST_DOCUMENTS)
         for index in plan.shapes if lost else []:
             rest = {i: module for i, module in plan.fits.items() if i != index}
             with patched(planner.model, planner.blocks, rest):
@@ -173,8 +199,8 @@ def task_refusal(
     evaluator: Evaluator, drops: Mapping[str, TaskChange], broken: list[str], shapes: Shapes
 ) -> BudgetError:
     """The error for a plan that costs a task too much; it names the task that is furthest over its limit."""
-    name = max(broken, key=lambda name: drops[name].upper - (evaluator.limits[name] or 0.0))
-    change, limit = drops[name], evaluator.limits[name] or 0.0
+    name = max(broken, key=lambda name: drops[name].upper - task_limit(evaluator, name))
+    change, limit = drops[name], task_limit(evaluator, name)
     hint = "; more documents (--task-limit) would narrow the interval" if change.drop <= limit else ""
     return BudgetError(
         f"the budget of task {name} is missed: closest was block {list_shapes(shapes)} with a drop of "

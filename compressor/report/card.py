@@ -155,12 +155,20 @@ def provenance_line(record: Record) -> str:
     """Which text the figures were measured on, and how often it was looked at."""
     names = ", ".join(name_text(word) for words in text_words(record).values() for word in words)
     perplexity, looks = present(record.perplexity), record.verification_looks
-    looked = f", and which was looked at {looks} times" if looks is not None and looks > 1 else ""
+    looked = f"; it was asked about {looks} plans, each smaller or larger by its answer" if looks and looks > 1 else ""
     return (
         f"Perplexity is measured on {perplexity.tokens:,} tokens of {escape(names)} in windows of "
         f"{perplexity.seq_len} (tokens' sha256 `{short_hash(present(record.text).verification.sha256)}`), which "
-        f"nothing was fitted on{looked}. Intervals are paired bootstraps over windows, or over a task's documents.\n"
+        f"nothing was fitted or searched on{looked}. {promise_scope(record)} Intervals hold at 95 %: studentised over "
+        f"{perplexity.unit}s, and by a score test for a task's pairs of answers.\n"
     )
+
+
+def promise_scope(record: Record) -> str:
+    """Which text the promise is about, in a sentence for every text."""
+    scopes = {name: text.about for name, text in record.text_results().items() if text.about}
+    on = {name: "" if name == UNNAMED else f" on {escape(name)}" for name in scopes}
+    return " ".join(f"The promise{on[name]} is about {escape(scope)}." for name, scope in scopes.items())
 
 
 def speed_rows(speed: Speed) -> list[list[str]]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
-from compressor.report.record_parts import Replacement
+from compressor.report.record_parts import Replacement, TaskResult
 
 MISSING = "–"
 HUGE = 1e15
@@ -71,3 +71,10 @@ def name_replacement(replacement: Replacement) -> str:
     rank, neurons = replacement.rank, replacement.neurons
     words = [replacement.kind, str(neurons or ""), f"rank {rank}" if rank and neurons else str(rank or "")]
     return " ".join(word for word in words if word)
+
+
+def chosen_elsewhere(task: TaskResult) -> str:
+    """That blocks were chosen on other documents, in words, and how often these were asked; else nothing."""
+    if not task.chosen_on:
+        return ""
+    return f", blocks chosen on {task.chosen_on:,} others, {task.looks} look{'s' if task.looks > 1 else ''}"

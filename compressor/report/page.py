@@ -23,6 +23,7 @@ from compressor.report.charts import charts_of
 from compressor.report.formats import (
     MISSING,
     block_numbers,
+    chosen_elsewhere,
     interval,
     is_number,
     last_part,
@@ -240,7 +241,8 @@ def list_promises(record: Record) -> list[Promise]:
         Promise(
             *(f"perplexity {name}", text.passed, text.baseline, text.compressed, text.delta, text.delta_ci95),
             limit=text.max_dppl,
-            note=f"{num(text.tokens)} tokens in windows of {num(text.seq_len)}",
+            note=f"{num(text.tokens)} tokens in windows of {num(text.seq_len)}"
+            + (f"; about {text.about}" if text.about else ""),
         )
         for name, text in record.text_results().items()
     ]
@@ -248,7 +250,8 @@ def list_promises(record: Record) -> list[Promise]:
         Promise(
             *(f"task {name}", task.passed, task.source, task.compressed, task.drop, task.drop_ci95),
             limit=task.max_drop,
-            note=f"{task.metric} of {num(task.documents)} documents, {num(task.changed)} answers changed",
+            note=f"{task.metric} of {num(task.documents)} documents, {num(task.changed)} answers changed"
+            f"{chosen_elsewhere(task)}",
         )
         for name, task in record.tasks.items()
     ]

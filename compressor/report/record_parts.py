@@ -53,6 +53,7 @@ class TextSplit(Part):
     source: str = ""
     sha256: str = ""
     tokens: Count = 0
+    documents: Count | None = None  # from how many documents its windows come, as far as the text tells them apart
 
 
 class Texts(Part):
@@ -97,6 +98,10 @@ class PerplexityChange(Part):
     delta_upper: Figure  # the end that a budget is held against
     tokens: Count
     seq_len: Count
+    delta_error: Figure | None = None  # standard error
+    unit: Literal["window", "document"] = "window"  # what was resampled
+    units: Count | None = None
+    documents: Count | None = None
 
 
 class Trial(PerplexityChange):
@@ -292,6 +297,7 @@ class TextResult(PerplexityChange):
     asked: str
     passed: bool
     sha256: str = ""
+    about: str = ""  # which text the promise is about
 
 
 class MetricPair(Part):
@@ -311,6 +317,8 @@ class TaskResult(Part):
     drop_upper: Figure
     documents: Annotated[int, Field(ge=1)]
     changed: Count
+    chosen_on: Count = 0  # other documents of the task, on which the search chose blocks to give back
+    looks: Count = 1  # plans that the deciding documents were asked about
     max_drop: Figure | None = None
     passed: bool | None = None
     metrics: dict[str, MetricPair] = Field(default_factory=dict)

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text as Styled
 
 from compressor.report.export_record import ExportRecord, PushRecord
-from compressor.report.formats import MISSING, name_replacement
+from compressor.report.formats import MISSING, chosen_elsewhere, name_replacement
 from compressor.report.record import Record, SavedRecord
 from compressor.report.record_parts import Check, Parameters, PerplexityChange, TaskResult, TextResult, present
 from compressor.runtime.names import UNNAMED
@@ -79,8 +79,9 @@ def text_lines(record: Record) -> list[str]:
     for name, text in record.text_results().items():
         held = "inside" if text.delta_upper <= text.max_dppl else "OUTSIDE"
         budget = f"budget +{text.max_dppl:.3f} ({text.asked}): {held} ({end} {text.delta_upper:+.3f})"
+        about = f"; about {text.about}" if text.about else ""
         prefix = "" if name == UNNAMED else f"{name}: "
-        lines += [prefix + perplexity_line(text), prefix + budget]
+        lines += [prefix + perplexity_line(text), prefix + budget + about]
     return lines
 
 
@@ -93,7 +94,7 @@ def task_lines(record: Record) -> list[str]:
         lines.append(
             f"task {name} ({task.metric}) {task.source:.4f} → {task.compressed:.4f}  (drop "
             f"{task.drop:+.4f}, 95 % interval {low:+.4f} … {high:+.4f}; {task.documents:,} documents, "
-            f"{task.changed} changed; {held})"
+            f"{task.changed} changed{chosen_elsewhere(task)}; {held})"
         )
     return lines
 
