@@ -206,13 +206,14 @@ def compare(
     windows = len(before.nats)
     count = 1 if documents is None else len(torch.unique(documents))
     by_document = count >= RESAMPLED_UNITS
+    delta = after.perplexity - before.perplexity
     interval = perplexity_interval(before.windows, after.windows, documents if by_document else None, confidence, seed)
     return PerplexityChange(
         baseline=before.perplexity,
         compressed=after.perplexity,
-        delta=after.perplexity - before.perplexity,
+        delta=delta,
         delta_ci95=(interval.low, interval.high),
-        upper=interval.upper,
+        upper=interval.upper if confidence else delta,
         error=interval.error,
         tokens=before.nats.numel(),
         seq_len=before.nats.shape[1] + 1,

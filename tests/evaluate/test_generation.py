@@ -228,7 +228,7 @@ def test_picking_other_words_is_told() -> None:
 
 @pytest.mark.parametrize(("upper", "begins"), [(0.5, "perplexity is fine, its text is not: it"), (2.0, "its text: it")])
 def test_a_warning_says_whether_perplexity_saw_it(upper: float, begins: str) -> None:
-    found = PerplexityChange(20.0, 20.4, 0.4, (0.3, 0.5), upper, 100, 32)
+    found = PerplexityChange(20.0, 20.4, 0.4, (0.3, 0.5), upper, 0.05, 100, 32, "window", 16, 1)
     said = compare(VARIED, LOOPING)
     assessment = Assessment(found, {"text": found}, {"text": 1.0}, {}, {}, said, LossBreakdown([], [], []))
     assert len(assessment.warnings) == len(said.warnings)

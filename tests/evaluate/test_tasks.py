@@ -24,12 +24,23 @@ from huggingface_hub import constants
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks._index import TaskIndex
 from localtasks import ACC, DOCUMENT, write_task
+from scipy.stats import multinomial
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from zoo import TEXT, VOCAB, WIDTH, tiny_model, tiny_tokenizer
 
 from compressor.evaluate import tasks as module
-from compressor.evaluate.tasks import Task, compare_scores, find_lost_documents, load_tasks, longest_sequence, score
+from compressor.evaluate.intervals import paired_end
+from compressor.evaluate.tasks import (
+    Task,
+    compare_scores,
+    confidence_at,
+    find_lost_documents,
+    load_tasks,
+    longest_sequence,
+    score,
+    split_documents,
+)
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 
@@ -403,9 +414,67 @@ def values(*numbers: float) -> dict[str, Tensor]:
 
 def test_equal_scores_are_no_drop() -> None:
     found = compare_scores(made_up(), values(1, 0, 1, 1), values(1, 0, 1, 1))
-    assert (found.source, found.compressed, found.drop, found.upper) == (0.75, 0.75, 0.0, 0.0)
-    assert found.drop_ci95 == (0.0, 0.0)
+    assert (found.source, found.compressed, found.drop) == (0.75, 0.75, 0.0)
     assert (found.documents, found.changed) == (4, 0)
+
+
+def test_no_changed_document_is_no_proof_of_no_drop() -> None:
+    """If each of 50 documents were lost with probability 0.07, none of them would be lost in 2.7 % of cases."""
+    ones = {"acc": torch.ones(50, dtype=torch.float64)}
+    found = compare_scores(made_up(), ones, ones)
+    assert 1 - 0.025 ** (1 / 50) < found.upper < 0.1
+    assert found.drop_ci95 == pytest.approx((-found.upper, found.upper))
+    assert compare_scores(made_up(), ones, ones, confidence=0).upper == 0
+    many = {"acc": torch.ones(1000, dtype=torch.float64)}
+    assert compare_scores(made_up(), many, many).upper < 0.006
+
+
+@pytest.mark.parametrize("documents", [25, 50, 120])
+@pytest.mark.parametrize("won", [0.0, 0.01, 0.1])
+@pytest.mark.parametrize("drop", [0.02, 0.05, 0.2])
+def test_the_upper_end_misses_the_true_drop_in_one_of_forty_cases(documents: int, won: float, drop: float) -> None:
+    """Counted out: the probability of every outcome whose upper end is below the truth."""
+    missed = 0.0
+    for lost_count in range(documents + 1):
+        for won_count in range(documents - lost_count + 1):
+            chance = multinomial.pmf(
+                [lost_count, won_count, documents - lost_count - won_count],
+                documents,
+                [drop + won, won, 1 - drop - 2 * won],
+            )
+            if chance > 1e-7:
+                missed += chance * (paired_end(lost_count, won_count, 0.975, documents) < drop)
+    assert missed <= 0.025
+
+
+def test_scores_that_are_no_answers() -> None:
+    """Of a few changed documents every change counts at its worst; of many, the spread decides."""
+    before = {"acc": torch.full((200,), 0.5, dtype=torch.float64)}
+    few = {"acc": before["acc"].clone()}
+    few["acc"][:3] = 0.4
+    found = compare_scores(made_up(), before, few)
+    assert found.drop == pytest.approx(0.0015)
+    assert found.upper > 0.03
+    generator = torch.Generator().manual_seed(0)
+    many = {"acc": before["acc"] - 0.1 * torch.rand(200, generator=generator, dtype=torch.float64)}
+    found = compare_scores(made_up(), before, many)
+    assert found.drop < found.upper < found.drop + 0.01
+
+
+def test_halves_do_not_depend_on_the_number_of_documents() -> None:
+    choosing, deciding = split_documents(1000)
+    assert sorted(choosing + deciding) == list(range(1000))
+    assert len(choosing) == len(deciding) == 500
+    for count in (1, 7, 50, 999):
+        few = split_documents(count)
+        assert [document for document in choosing if document < count] == few[0]
+        assert [document for document in deciding if document < count] == few[1]
+    assert 0.4 < sum(document % 2 for document in deciding) / 500 < 0.6  # neither half is the even documents
+
+
+def test_looks_share_the_error() -> None:
+    assert sum(1 - confidence_at(look, 0.95) for look in (1, 2, 3)) == pytest.approx(0.05)
+    assert confidence_at(1, 0.0) == 0.0
 
 
 def test_a_known_drop() -> None:
@@ -417,7 +486,8 @@ def test_a_known_drop() -> None:
     assert (found.documents, found.changed) == (100, 13)
     # One document falls by 1, −1 or 0: the mean of 100 has this standard deviation, and is nearly normal.
     error = math.sqrt((0.13 - 0.07**2) / 100)
-    assert found.drop_ci95 == pytest.approx((0.07 - 1.96 * error, 0.07 + 1.96 * error), abs=0.01)
+    assert found.drop_ci95 == pytest.approx((0.07 - 1.96 * error, 0.07 + 1.96 * error), abs=0.02)
+    assert found.drop_ci95[1] - found.drop_ci95[0] > 2 * 1.96 * error
     assert found.upper == found.drop_ci95[1]
     assert compare_scores(made_up(), values(*before), values(*after), confidence=0).upper == found.drop
     strict = compare_scores(made_up(), values(*before), values(*after), confidence=0.99)
@@ -430,8 +500,8 @@ def test_less_may_be_better() -> None:
     assert compare_scores(made_up(), before, after).drop == pytest.approx(-1 / 3)
     assert compare_scores(made_up(better=-1), before, after).drop == pytest.approx(1 / 3)
     assert compare_scores(made_up(better=-1), before, after).upper > 1 / 3
-    assert find_lost_documents(made_up(), before, after, 9) == []
-    assert find_lost_documents(made_up(better=-1), before, after, 9) == [0]
+    assert find_lost_documents(made_up(), before, after, range(3), 9) == []
+    assert find_lost_documents(made_up(better=-1), before, after, range(3), 9) == [0]
 
 
 def test_the_interval_covers_the_true_drop() -> None:
@@ -470,9 +540,10 @@ def test_other_metrics_are_reported() -> None:
 def test_lost_documents_are_the_worst_in_their_order() -> None:
     before = values(1.0, 0.9, 0.5, 1.0, 0.2, 1.0)
     after = values(0.9, 0.1, 0.6, 0.0, 0.2, 0.5)
-    assert find_lost_documents(made_up(), before, after, 9) == [0, 1, 3, 5]
-    assert find_lost_documents(made_up(), before, after, 2) == [1, 3]
-    assert find_lost_documents(made_up(), before, after, 1) == [3]
+    assert find_lost_documents(made_up(), before, after, range(6), 9) == [0, 1, 3, 5]
+    assert find_lost_documents(made_up(), before, after, range(6), 2) == [1, 3]
+    assert find_lost_documents(made_up(), before, after, range(6), 1) == [3]
+    assert find_lost_documents(made_up(), before, after, [0, 2, 4, 5], 9) == [0, 5]
 
 
 def test_the_metric_that_was_asked_for(tmp_path: Path) -> None:
@@ -577,7 +648,7 @@ def gated(tmp_path: Path) -> Any:
         gated_model(*blocks).save_pretrained(tmp_path / "model")
         tiny_tokenizer().save_pretrained(tmp_path / "model")
         rng = random.Random(0)
-        digits = [rng.choice(DIGITS[block]) for block in blocks for _ in range(12)]
+        digits = [rng.choice(DIGITS[block]) for block in blocks for _ in range(40)]
         documents = [{"question": " ".join([*rng.choices(WORDS, k=4), digit]), "answer": "a"} for digit in digits]
         write_task(tmp_path / "tasks", "digits", documents, **LIKELIHOOD)
         return [str(tmp_path / "model"), "--tasks", "digits", "--task-path", str(tmp_path / "tasks"), "--generate", "0"]
@@ -598,29 +669,35 @@ def test_the_block_that_breaks_a_task_goes_back(
     blocks: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The model is random: 62 windows give its perplexity an interval of two percent, which the budget must hold.
-    arguments = [*gated(*blocks), *options, "--max-dppl", "5%", "--objective", "size", "--json"]
+    # The model is random: 62 windows give its perplexity an interval of some percent, which the budget must hold.
+    arguments = [*gated(*blocks), *options, "--max-dppl", "10%", "--objective", "size", "--json"]
     careless = compress(*arguments, "--out", tmp_path / "careless")
     assert careless.code == 0, careless.err
     record = json.loads(careless.out)
     assert kept_blocks(record) == []
-    assert record["perplexity"]["delta"] < 0.01 * record["perplexity"]["baseline"]  # the text sees no harm in it
+    assert record["perplexity"]["delta"] < 0.02 * record["perplexity"]["baseline"]  # the text sees little harm in it
     assert (record["tasks"]["digits"]["source"], record["tasks"]["digits"]["compressed"]) == (1.0, 0.0)
     looks = record["verification_looks"]
 
-    careful = compress(*arguments, "--max-task-drop", "0.01", "--out", tmp_path / "careful")
+    assert record["tasks"]["digits"]["documents"] == 40 * len(blocks)
+
+    careful = compress(*arguments, "--max-task-drop", "0.3", "--out", tmp_path / "careful")
     assert careful.code == 0, careful.err
     record = json.loads(careful.out)
     assert kept_blocks(record) == list(blocks)
     assert (record["tasks"]["digits"]["source"], record["tasks"]["digits"]["compressed"]) == (1.0, 1.0)
     assert record["verification_looks"] == looks + len(blocks)
+    task = record["tasks"]["digits"]
+    assert (task["documents"], task["chosen_on"], task["looks"]) == (20 * len(blocks), 20 * len(blocks), 1)
+    checked = compress("check", tmp_path / "careful", "--json")
+    assert json.loads(checked.out)["tasks"]["digits"]["documents"] == 20 * len(blocks), "seen documents do not decide"
     assert json.loads((tmp_path / "careful" / "compression.json").read_text(encoding="utf-8"))["tasks"]
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a task was scored again")
 
     monkeypatch.setattr("compressor.evaluate.evaluator.score", refuse)
-    again = compress(*arguments, "--max-task-drop", "0.01", "--out", tmp_path / "again")
+    again = compress(*arguments, "--max-task-drop", "0.3", "--out", tmp_path / "again")
     assert again.code == 0, again.err
     assert kept_blocks(json.loads(again.out)) == list(blocks)
 
@@ -629,13 +706,13 @@ def test_nothing_is_written_when_every_block_breaks_a_task(
     compress: Compress, options: list[str], gated: Any, tmp_path: Path
 ) -> None:
     arguments = [*gated(0, 1, 2), *options, "--max-dppl", "1%", "--out", tmp_path / "out"]
-    done = compress(*arguments, "--max-task-drop", "digits=0.01")
+    done = compress(*arguments, "--max-task-drop", "digits=0.3")
     assert done.code == 1, done.err
     assert done.out == ""
     (error,) = done.errors
     assert error.startswith("error: the budget of task digits is missed: closest was block ")
     assert "with a drop of +0.3333" in error
-    assert error.endswith("allowed 0.01, 36 documents); nothing written")
+    assert error.endswith("allowed 0.3, 60 documents); nothing written")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "tasks"]
     assert compress(*arguments, "--max-task-drop", "1").code == 0  # the same, with nothing to lose
 

@@ -145,7 +145,7 @@ def block_of(**figures: Any) -> BlockProfile:
 
 
 def evaluation(delta: float, low: float, high: float) -> PerplexityChange:
-    return PerplexityChange(40.0, 40.0 + delta, delta, (low, high), high, 4000, 256)
+    return PerplexityChange(40.0, 40.0 + delta, delta, (low, high), high, (high - low) / 4, 4000, 256, "window", 16, 1)
 
 
 def test_a_verdict_rests_on_what_was_measured_where_it_was() -> None:
