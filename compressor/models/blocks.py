@@ -210,19 +210,22 @@ def capture_rows(
         last = model.get_submodule(block.bypass[-1]) if block.bypass else ffn
 
         def before_ffn(_: nn.Module, args: Any, kwargs: Any, block: Block = block) -> None:
-            x = args[0] if args else kwargs["hidden_states"]
+            x = args[0] if args else kwargs.get("hidden_states")
+            if x is None or block.index in inputs:
+                raise InputError(f"{block.path} is called {'without hidden states' if x is None else 'twice'}")
             inputs[block.index] = x.reshape(-1, x.shape[-1])
 
         def after_ffn(_: nn.Module, args: Any, kwargs: Any, output: Any, block: Block = block) -> None:
             if not isinstance(output, Tensor):
-                kind = type(output).__name__
-                raise InputError(f"{block.path} returns a {kind}, not a tensor: its family is not supported")
+                raise InputError(f"{block.path} returns a {type(output).__name__}, not a tensor")
             residual = (args[1] if len(args) > 1 else kwargs.get("residual")) if block.residual_inside else None
             y = output - residual if residual is not None else output.clone()
             outputs[block.index] = y.reshape(-1, y.shape[-1])
 
         def after_layer(_: nn.Module, args: Any, output: Any, block: Block = block) -> None:
             h = hidden_states_of(output)
+            if block.index not in outputs:
+                raise InputError(f"{block.path} does not run in a pass of its layer")
             x, y = inputs.pop(block.index), outputs.pop(block.index)
             receive(block, Rows(x=x, y=y, h=h.reshape(-1, h.shape[-1]), a=inner_inputs.pop(block.index, y)))
 
