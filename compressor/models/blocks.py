@@ -92,14 +92,17 @@ def find_blocks(model: nn.Module) -> list[Block]:
     """Every FFN of the model in order of depth, or an InputError that names the family."""
     full_config: Any = model.config
     config = full_config.get_text_config()
-    family = config.model_type
+    family = full_config.model_type
     if full_config.is_encoder_decoder:
         raise unsupported(family, "it has an encoder, and only decoder-only language models can be compressed")
+    for name in ("num_hidden_layers", "hidden_size"):
+        if not isinstance(getattr(config, name, None), int):
+            raise unsupported(family, f"its config says no {name}")
     refuse_mixture(model, family)
-    architecture = ARCHITECTURES.get(family)
+    architecture = ARCHITECTURES.get(config.model_type)
     module_lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     if architecture is None or architecture.layers not in module_lists:  # it may be a part of a larger model
-        architecture = guess_architecture(module_lists, config.num_hidden_layers, family)
+        architecture = guess_architecture(model, module_lists, config.num_hidden_layers, family)
     if not module_lists[architecture.layers]:
         raise unsupported(family, "it has no layers")
     return [
@@ -128,9 +131,14 @@ def describe_block(model: nn.Module, index: int, layer_path: str, ffn: str, widt
     )
 
 
-def guess_architecture(module_lists: dict[str, nn.ModuleList], depth: int, family: str) -> Architecture:
-    """The shallowest list with as many modules as the config has layers, each with an FFN under a usual name."""
-    for name, module in sorted(module_lists.items(), key=lambda item: item[0].count(".")):
+def guess_architecture(model: Any, module_lists: dict[str, nn.ModuleList], depth: int, family: str) -> Architecture:
+    """The shallowest list with as many modules as the config has layers, each with an FFN under a usual name.
+
+    Lists in the decoder come first: an encoder of images may have as many layers.
+    """
+    decoder = {id(module) for module in model.get_decoder().modules()}
+    order = sorted(module_lists.items(), key=lambda item: (id(item[1]) not in decoder, item[0].count(".")))
+    for name, module in order:
         if len(module) != depth:
             continue
         for ffn in (*FFN_NAMES, "fc1"):
