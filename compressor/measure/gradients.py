@@ -21,8 +21,8 @@ from compressor.measure.regression import RankLadder
 from compressor.models.blocks import Block
 from compressor.models.offload import device_of
 from compressor.models.residual import Stream, open_stream, resume
-from compressor.models.spool import TensorSpool
 from compressor.models.source import identify
+from compressor.models.spool import TensorSpool
 from compressor.runtime import distributed
 from compressor.runtime.cache import Tensors, cache_key
 from compressor.runtime.context import RunContext

@@ -117,13 +117,16 @@ def random_batches(model: Any) -> list[Tensor]:
     usual = usual if len(usual) else tokens
     length = max(2, min(TOKENS, context_length(model) or TOKENS))
     chosen = torch.randint(len(usual), (sum(BATCHES), length), generator=torch.Generator().manual_seed(0))
-    return list(usual[chosen].to(device_of(model)).split(BATCHES))
+    return list(torch.split(usual[chosen].to(device_of(model)), list(BATCHES)))
 
 
 def run_own_pass(model: Any, blocks: list[Block], layers: list[nn.Module], batch: Tensor) -> OwnPass:
     """The model's own forward pass over one batch, with all that its layers get and return."""
     own = OwnPass()
-    with watch_layers(layers, own), capture_rows(model, blocks, lambda block, rows: own.rows.update({block.index: rows})):
+    with (
+        watch_layers(layers, own),
+        capture_rows(model, blocks, lambda block, rows: own.rows.update({block.index: rows})),
+    ):
         own.logits = model(input_ids=batch, use_cache=False).logits
     return own
 
@@ -180,7 +183,9 @@ def find_unusual_layer(layer: nn.Module, call: Call, own: OwnPass, position: int
     """What is unusual about a layer that is run by itself with its recorded arguments, if anything."""
     state = own.inputs[position].clone()
     recorded, real = dict(list_leaves(call.arguments)), dict(list_leaves(own.calls[position].arguments))
-    other = [path for path, value in recorded.items() if isinstance(value, Tensor) and not is_same(value, real.get(path))]
+    other = [
+        path for path, value in recorded.items() if isinstance(value, Tensor) and not is_same(value, real.get(path))
+    ]
     if other:
         return f"takes {name_argument(other[0])}, which depends on the layers before it"
     try:

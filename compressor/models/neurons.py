@@ -117,7 +117,7 @@ def find_neurons(model: nn.Module, block: Block) -> Neurons | None:
 
 
 def run_in_float32(model: nn.Module, block: Block, x: Tensor) -> Tensor:
-    """The block's output for rows [count, width], computed in float32: half precision cannot tell one gelu from another."""
+    """The block's output for rows [count, width] in float32: half precision cannot tell one gelu from another."""
     output = x[None]
     for number, module in enumerate(modules_of(model, block)):
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
