@@ -188,16 +188,10 @@ COUPLED: dict[str, tuple[str, dict[str, Any], str]] = {
         {**TOKENS, "hidden_size": WIDTH, "num_hidden_layers": 3, "context_length": 64},
         "returns a tuple, not a tensor",
     ),
-    "prophetnet": (
-        "prophetnet",
-        {
-            **TOKENS,
-            "hidden_size": WIDTH,
-            "decoder_ffn_dim": 48,
-            "num_decoder_layers": 3,
-            "num_decoder_attention_heads": 4,
-        },
-        "have shape [2, 36, 32]",
+    "cpmant": (
+        "cpmant",
+        {**WITHOUT_GROUPS, "dim_head": 8, "dim_ff": 48},
+        "have shape [2, 44, 32]",  # a prompt of 32 tokens stands before the text
     ),
 }
 
