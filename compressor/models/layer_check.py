@@ -209,10 +209,12 @@ def name_argument(path: ArgumentPath) -> str:
     return f"an argument ({path[0]})" if isinstance(path[0], str) else f"argument {path[0] + 2}"
 
 
-def is_close(one: Tensor, other: Tensor) -> bool:
+def is_close(one: Tensor, other: Any) -> bool:
     """Whether two results of the same computation differ by rounding only."""
-    if one.shape != other.shape:
+    if not isinstance(other, Tensor) or one.shape != other.shape:
         return False
+    if not other.is_floating_point():
+        return is_same(one, other)
     one, finite = one.to(other.device), other.isfinite()
     if not torch.equal(one.isfinite(), finite):  # what overflows must overflow in both
         return False
