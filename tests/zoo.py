@@ -157,6 +157,44 @@ LLAMAS: dict[str, tuple[str, dict[str, Any], str, str]] = {
 }
 LLAMA_TYPED = ["granite", "llama", "mistral", "phi3", "qwen2", *LLAMAS]
 
+# Families whose layers are called in an unusual way: with arguments that depend on the tokens, under other names.
+GEMMA_LAYERS = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 8}
+GEMMA_INPUTS = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
+GEMMA3N = {**USUAL, **GEMMA_LAYERS, **GEMMA_INPUTS, "head_dim": 8, "laurel_rank": 4}
+GEMMA4 = {**USUAL, **GEMMA_LAYERS, **GEMMA_INPUTS, "head_dim": 8, "global_head_dim": 8}
+SHARED = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+GPT = {**TOKENS, "n_embd": WIDTH, "n_layer": 3, "n_head": 4, "n_positions": 64}
+XLSTM = {**TOKENS, "hidden_size": WIDTH, "num_heads": 4, "num_blocks": 3, "num_hidden_layers": 3}
+SAM = {**VISION, "output_channels": 16, "mlp_dim": 48, "window_size": 2, "global_attn_indexes": []}
+UNUSUAL: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "gemma4_text": ("gemma4_text", GEMMA4, "model.layers", "mlp"),
+    "ctrl": ("ctrl", {**GPT, "dff": 48}, "transformer.h", "ffn"),
+    "openai-gpt": ("openai-gpt", GPT, "transformer.h", "mlp"),
+    "xlstm": ("xlstm", XLSTM, "backbone.blocks", "ffn"),
+    # An encoder of images with as many layers, and an FFN of the same name.
+    "got_ocr2": (
+        "got_ocr2",
+        {"text_config": {"model_type": "qwen2", **USUAL}, "vision_config": SAM},
+        "model.language_model.layers",
+        "mlp",
+    ),
+}
+# Layers that cannot be run one at a time, and what the error says of them.
+COUPLED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gemma4-shared": ("gemma4_text", {**GEMMA4, **SHARED}, "shared_kv_states"),
+    "gemma3n": ("gemma3n_text", GEMMA3N, "have shape [4, 2, 12, 32]"),
+    "rwkv": (
+        "rwkv",
+        {**TOKENS, "hidden_size": WIDTH, "num_hidden_layers": 3, "context_length": 64},
+        "returns a tuple, not a tensor",
+    ),
+    "cpmant": (
+        "cpmant",
+        {**WITHOUT_GROUPS, "dim_head": 8, "dim_ff": 48},
+        "have shape [2, 44, 32]",  # a prompt of 32 tokens stands before the text
+    ),
+}
+
 # Every part that a replacement can have; and the shapes without neurons.
 SHAPES = {0: Shape(None, 4), 1: Shape(3, 5), 2: Shape(0, 6)}
 LINEAR_SHAPES = {0: Shape(None), 1: Shape(3), 2: Shape(0)}
@@ -179,7 +217,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 def tiny_model(family: str, **settings: Any) -> Any:
     """A seeded float32 model in evaluation mode, in which no parameter is zero or one throughout."""
-    rows = {**ROWS, **LLAMAS}
+    rows: dict[str, tuple[Any, ...]] = {**ROWS, **LLAMAS, **UNUSUAL, **COUPLED}
     model_type, usual = (rows[family][0], rows[family][1]) if family in rows else (family, REFUSED[family])
     config = transformers.AutoConfig.for_model(model_type, **{**usual, **settings})
     encoder_decoder = config.is_encoder_decoder

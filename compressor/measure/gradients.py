@@ -18,10 +18,11 @@ from compressor.evaluate.perplexity import limit_batch_size
 from compressor.measure.moments import ACCUMULATION_DTYPE
 from compressor.measure.profile import Profile
 from compressor.measure.regression import RankLadder
-from compressor.models.blocks import Block, hidden_states_of
+from compressor.models.blocks import Block
 from compressor.models.offload import device_of
-from compressor.models.residual import Stream, TensorSpool, open_stream, resume
+from compressor.models.residual import Stream, open_stream, resume
 from compressor.models.source import identify
+from compressor.models.spool import TensorSpool
 from compressor.runtime import distributed
 from compressor.runtime.cache import Tensors, cache_key
 from compressor.runtime.context import RunContext
@@ -118,12 +119,11 @@ def backpropagate_layer(
     """The block's rows, and the gradients at its layer's input, from the inputs and the gradients at the output."""
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
     input_gradients = TensorSpool((), stream.directory)
-    layer = stream.layers[block.index]
     with watch_gradients(model, block, rows):
-        for state, gradient in zip(inputs, gradients, strict=True):
+        for number, (state, gradient) in enumerate(zip(inputs, gradients, strict=True)):
             entry = state.detach().requires_grad_()
             with torch.enable_grad():
-                output = hidden_states_of(layer(entry, **stream.calls[len(entry)][block.index]))
+                output = stream.call_layer(number, block.index, entry)
             output.backward(gradient)  # type: ignore[no-untyped-call]
             assert entry.grad is not None
             input_gradients.append(entry.grad)

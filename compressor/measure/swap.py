@@ -19,7 +19,7 @@ from compressor.evaluate.perplexity import Losses, PerplexityChange, compare, ev
 from compressor.measure.moments import ACCUMULATION_DTYPE
 from compressor.measure.profile import BlockProfile, Profile
 from compressor.modeling_compressor import Replacement
-from compressor.models.blocks import Block, Rows, capture_rows
+from compressor.models.blocks import Block, Rows, capture_rows, placement_of
 from compressor.models.residual import Stream, measure_stream_gain, open_stream
 from compressor.models.source import identify, source_of
 from compressor.patch.checkpoint import count_parameters
@@ -91,7 +91,12 @@ class SingleBlockTrials:
             return self.measure_losses(stream)
 
     def measure_swapped(self, index: int, module: Replacement) -> Losses:
-        """The same in less time: where a layer only adds its block to the stream, just the difference is added."""
+        """The same in less time: where a layer only adds its block to the stream, just the difference is added.
+
+        Not in half precision: what a large output was rounded to stays in the stream when the output is taken back.
+        """
+        if placement_of(self.model, self.blocks[index])["dtype"].itemsize < 4:
+            return self.measure_replaced(index, module)
         stream = self.start_pass()
         assert self.sample is not None
         stream.advance(index)

@@ -92,14 +92,17 @@ def find_blocks(model: nn.Module) -> list[Block]:
     """Every FFN of the model in order of depth, or an InputError that names the family."""
     full_config: Any = model.config
     config = full_config.get_text_config()
-    family = config.model_type
+    family = full_config.model_type
     if full_config.is_encoder_decoder:
         raise unsupported(family, "it has an encoder, and only decoder-only language models can be compressed")
+    for name in ("num_hidden_layers", "hidden_size"):
+        if not isinstance(getattr(config, name, None), int):
+            raise unsupported(family, f"its config says no {name}")
     refuse_mixture(model, family)
-    architecture = ARCHITECTURES.get(family)
+    architecture = ARCHITECTURES.get(config.model_type)
     module_lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     if architecture is None or architecture.layers not in module_lists:  # it may be a part of a larger model
-        architecture = guess_architecture(module_lists, config.num_hidden_layers, family)
+        architecture = guess_architecture(model, module_lists, config.num_hidden_layers, family)
     if not module_lists[architecture.layers]:
         raise unsupported(family, "it has no layers")
     return [
@@ -128,9 +131,14 @@ def describe_block(model: nn.Module, index: int, layer_path: str, ffn: str, widt
     )
 
 
-def guess_architecture(module_lists: dict[str, nn.ModuleList], depth: int, family: str) -> Architecture:
-    """The shallowest list with as many modules as the config has layers, each with an FFN under a usual name."""
-    for name, module in sorted(module_lists.items(), key=lambda item: item[0].count(".")):
+def guess_architecture(model: Any, module_lists: dict[str, nn.ModuleList], depth: int, family: str) -> Architecture:
+    """The shallowest list with as many modules as the config has layers, each with an FFN under a usual name.
+
+    Lists in the decoder come first: an encoder of images may have as many layers.
+    """
+    decoder = {id(module) for module in model.get_decoder().modules()}
+    order = sorted(module_lists.items(), key=lambda item: (id(item[1]) not in decoder, item[0].count(".")))
+    for name, module in order:
         if len(module) != depth:
             continue
         for ffn in (*FFN_NAMES, "fc1"):
@@ -210,19 +218,22 @@ def capture_rows(
         last = model.get_submodule(block.bypass[-1]) if block.bypass else ffn
 
         def before_ffn(_: nn.Module, args: Any, kwargs: Any, block: Block = block) -> None:
-            x = args[0] if args else kwargs["hidden_states"]
+            x = args[0] if args else kwargs.get("hidden_states")
+            if x is None or block.index in inputs:
+                raise InputError(f"{block.path} is called {'without hidden states' if x is None else 'twice'}")
             inputs[block.index] = x.reshape(-1, x.shape[-1])
 
         def after_ffn(_: nn.Module, args: Any, kwargs: Any, output: Any, block: Block = block) -> None:
             if not isinstance(output, Tensor):
-                kind = type(output).__name__
-                raise InputError(f"{block.path} returns a {kind}, not a tensor: its family is not supported")
+                raise InputError(f"{block.path} returns a {type(output).__name__}, not a tensor")
             residual = (args[1] if len(args) > 1 else kwargs.get("residual")) if block.residual_inside else None
             y = output - residual if residual is not None else output.clone()
             outputs[block.index] = y.reshape(-1, y.shape[-1])
 
         def after_layer(_: nn.Module, args: Any, output: Any, block: Block = block) -> None:
             h = hidden_states_of(output)
+            if block.index not in outputs:
+                raise InputError(f"{block.path} does not run in a pass of its layer")
             x, y = inputs.pop(block.index), outputs.pop(block.index)
             receive(block, Rows(x=x, y=y, h=h.reshape(-1, h.shape[-1]), a=inner_inputs.pop(block.index, y)))
 

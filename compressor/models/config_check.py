@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compressor.modeling_compressor import build
+from compressor.models.blocks import unsupported
 from compressor.models.offload import device_of
 from compressor.models.safetensors_files import StoredTensor
 from compressor.runtime.errors import InputError
@@ -109,3 +110,5 @@ def run_short_pass(loaded: Any) -> None:
     output = loaded(input_ids=ids, use_cache=True)
     if output.logits.shape[:2] != ids.shape:
         raise ValueError(f"its logits have shape {list(output.logits.shape)}")
+    if getattr(output, "past_key_values", None) is None:
+        raise unsupported(loaded.config.model_type, "it keeps no past_key_values, which continuing a text needs")

@@ -22,6 +22,7 @@ from compressor.measure.profile import Profile
 from compressor.measure.study import Study, StudyOptions, study
 from compressor.measure.verdicts import SAFE_NATS
 from compressor.models.blocks import find_blocks
+from compressor.models.layer_check import check_layers
 from compressor.models.load import load_model, quiet
 from compressor.models.source import context_length, source_of
 from compressor.patch.checkpoint import count_parameters, refuse_foreign_code
@@ -85,7 +86,7 @@ def open_job(recipe: Recipe, context: RunContext, *, with_tasks: bool = True) ->
         revision=recipe.revision,
         **placing(recipe, context),
     )
-    find_blocks(model)  # an unsupported family is refused before any text is read
+    check_layers(model, find_blocks(model))  # an unsupported family is refused before any text is read
     refuse_foreign_code(model)
     for task in tasks:
         find_prefix_token(model, tokenizer, task)  # a task that this tokenizer cannot do is refused here
@@ -131,6 +132,7 @@ def load_other(recipe: Recipe, model: Any, context: RunContext) -> tuple[Any, An
     trust = context.trust_remote_code
     other, tokenizer = load_model(recipe.cross, trust_remote_code=trust, **placing(recipe, context))
     refuse_different_widths(model, other, str(recipe.model), recipe.cross)
+    check_layers(other, find_blocks(other))
     return other, tokenizer
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from compressor.plan.moments_store import MomentsStore, collect_moments, output_
 from compressor.plan.selection import Fitted, choose_shrinkage, factor_metric
 from compressor.plan.shapes import Shape, Shapes
 
+GAIN = "stream_gain"  # beside a fit's weights on disk: that of its layer, 0 where there is none
+
 
 class Fitter:
     """Fits the modules of any plan.
@@ -37,6 +39,7 @@ class Fitter:
         self.start: list[Stream] | None = None  # streams of the original model, reused for later layers
         # Those of the last plan: the next one shares most of them.
         self.last_fits: dict[tuple[int, Shape], Replacement] = {}
+        self.not_added: set[int] = set()  # blocks whose layers do more with their output than to add it to the stream
 
     def fit_at_once(self, shapes: Shapes) -> dict[int, Replacement]:
         """Fit every block on the inputs that it has in the original model. No text is run."""
@@ -61,11 +64,12 @@ class Fitter:
         """
         # Keys depend on the model, so they are made before a block is replaced.
         keys = {index: self.key(shapes, index) for index in sorted(shapes)}
-        fits = self.load_fits(shapes, keys)
+        fits, not_added = self.load_fits(shapes, keys)
         rest = [self.blocks[index] for index in sorted(shapes)[len(fits) :]]
         if fits:
             self.progress.say(f"compensate: {len(fits)} of {len(shapes)} blocks fitted before")
         if not rest:
+            self.say_not_added(not_added)
             return fits
         current_streams = self.streams_at(min(shapes))
         original_streams = [stream.copy() for stream in current_streams]
@@ -92,28 +96,51 @@ class Fitter:
                     moments[0], bias, outer, shape, candidates.orders, root, candidates.ridges, shrinkage
                 )
                 fits[block.index] = self.make_module(candidates, shape, fitted)
-                self.store.cache.keep(keys[block.index], pack_weights(fits[block.index], self.dtype))
+                weights = pack_weights(fits[block.index], self.dtype)
+                self.store.cache.keep(keys[block.index], {**weights, GAIN: torch.tensor(gain or 0.0)})
+                if gain is None:
+                    not_added.append(block.index)
                 original_modules |= swap(self.model, {block.path: fits[block.index]})
         finally:
             restore(self.model, original_modules)
+        self.say_not_added(not_added)
         return fits
+
+    def say_not_added(self, indices: Sequence[int]) -> None:
+        """Say once of each block that it was fitted to its own output only, and why."""
+        new = [index for index in indices if index not in self.not_added]
+        self.not_added.update(new)
+        if new:
+            words = "block" if len(new) == 1 else "blocks"
+            self.progress.say(
+                f"compensate: {words} {', '.join(map(str, new))} cannot make up for the blocks before: the layer does "
+                "more with the block's output than to add it to the residual stream, such as a norm"
+            )
 
     def key(self, shapes: Shapes, index: int) -> dict[str, Any]:
         """All that a block's compensated fit depends on: its shape and those of the replacements before it."""
         before = {i: str(shape) for i, shape in sorted(shapes.items()) if i <= index}
-        return self.store.key("fit", self.blocks[index], shapes=before)
+        return self.store.key("compensated fit", self.blocks[index], shapes=before)
 
-    def load_fits(self, shapes: Shapes, keys: Mapping[int, Mapping[str, Any]]) -> dict[int, Replacement]:
-        """The compensated fits that are on disk, of the first blocks of a plan up to one whose fit is not."""
+    def load_fits(
+        self, shapes: Shapes, keys: Mapping[int, Mapping[str, Any]]
+    ) -> tuple[dict[int, Replacement], list[int]]:
+        """The compensated fits that are on disk, of the first blocks of a plan up to one whose fit is not.
+
+        Also the blocks among them that could not compensate.
+        """
         fits: dict[int, Replacement] = {}
+        not_added: list[int] = []
         for index, key in keys.items():
             weights = self.store.cache.find(key)
             if weights is None:
                 break
+            if not weights.pop(GAIN):
+                not_added.append(index)
             module = empty_replacement(self.blocks[index], self.candidates[index].neurons, shapes[index])
             module.load_state_dict(weights)
             fits[index] = as_stored(module, self.model, self.blocks[index], self.dtype)
-        return fits
+        return fits, not_added
 
     def streams_at(self, index: int) -> list[Stream]:
         """Streams of the fitting and the held-out windows at this layer of the original model."""

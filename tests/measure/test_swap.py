@@ -12,6 +12,7 @@ from zoo import REPRESENTATIVE, tiny_model
 from compressor.evaluate.perplexity import compare, evaluate
 from compressor.measure.profile import measure
 from compressor.measure.swap import SingleBlockTrials, Sweeper, linear_module
+from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import find_blocks
 from compressor.patch.tree import patched
 from compressor.runtime.cache import Cache
@@ -66,10 +67,24 @@ def test_a_block_costs_only_the_layers_behind_it() -> None:
     sweeper.alone()
     layers, text_rows = len(profile.blocks), 256
     timed = 3 * layers  # a first pass that warms up, and two that are timed
-    carried = 2 * layers  # the stream, once for its masks and once for its states
+    carried = layers  # the stream
     behind = layers * (layers - 1) // 2
     few = layers * (4 * 16 + 2 * 8)  # sixteen tokens show how each layer adds its block, eight what the head does
     assert sum(rows) <= (timed + carried + behind) * text_rows + few
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_loud_block_is_replaced_as_exactly_in_half_precision(dtype: torch.dtype) -> None:
+    """What a sum of thousands was rounded to is larger than all that the replacement adds."""
+    model, text = tiny_model("llama").to(dtype), random_text()
+    blocks, windows = find_blocks(model), text.selection.windows[:6]
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.bias.fill_(3000.0)
+    module = Replacement(blocks[0].width, 0, dtype=dtype)  # of a zero output
+    trials = SingleBlockTrials(model, blocks, windows, RunContext())
+    with patched(model, blocks, {0: module}):
+        expected = evaluate(model, windows)
+    assert trials.measure_swapped(0, module).perplexity == pytest.approx(expected.perplexity, rel=1e-3)
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from zoo import FAMILIES, REFUSED, ROWS, VOCAB, WIDTH, logits, tiny_model, tokens
 
@@ -114,6 +115,27 @@ def test_blocks_of_a_patched_model_are_found_again(family: str) -> None:
 def test_other_families_are_refused_by_name(family: str) -> None:
     with pytest.raises(InputError, match=f"'{family}'"):
         find_blocks(tiny_model(family))
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size"])
+def test_a_config_that_does_not_say_its_sizes_is_refused_by_name(name: str) -> None:
+    model = tiny_model("llama")
+    model.config = transformers.PretrainedConfig(**{"num_hidden_layers": 3, "hidden_size": WIDTH, name: None})
+    model.config.model_type = "strange"
+    with pytest.raises(InputError, match=f"'strange' is not supported: its config says no {name}"):
+        find_blocks(model)
+
+
+@pytest.mark.parametrize(("way", "words"), [("twice", "is called twice"), ("never", "does not run")])
+def test_a_block_that_does_not_run_once_in_its_layer(way: str, words: str) -> None:
+    model = tiny_model("llama")
+    mlp, layer = model.model.layers[1].mlp, model.model.layers[1]
+    if way == "twice":
+        layer.post_attention_layernorm.register_forward_hook(lambda _m, _a, output: mlp(output))
+    else:
+        layer.forward = lambda hidden_states, **_: hidden_states
+    with pytest.raises(InputError, match=f"model.layers.1.mlp {words}"):
+        run(model, find_blocks(model))
 
 
 def test_hooks_are_gone_after_watching() -> None:

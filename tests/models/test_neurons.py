@@ -63,6 +63,17 @@ def test_a_block_that_is_built_otherwise_has_none_and_is_surveyed_all_the_same()
     assert surveys[0].damage.linear < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_one_gelu_is_told_from_another_in_any_precision(family: str, dtype: torch.dtype) -> None:
+    """The exact gelu and the one by tanh differ by less than bfloat16 rounds."""
+    for activation, tanh in (("gelu", False), ("gelu_new", True)):
+        model = tiny_model(family, activation_function=activation).to(dtype)
+        found = [find_neurons(model, block) for block in find_blocks(model)]
+        assert [neurons is not None and neurons.activation != "gelu" for neurons in found] == [tanh] * 3
+        assert all(neurons is not None and neurons.inner_matrix.weight.dtype == dtype for neurons in found)
+
+
 def test_an_activation_that_nobody_knows_is_not_guessed() -> None:
     class Cubed(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

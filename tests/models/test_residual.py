@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from conftest import Compress
 from planted import random_text
-from zoo import FAMILIES, tiny_model
+from zoo import COUPLED, FAMILIES, UNUSUAL, tiny_model, tiny_tokenizer, tokens
 
 from compressor.measure.profile import measure
 from compressor.models.blocks import Block, backbone, find_blocks, hidden_states_of
-from compressor.models.residual import open_stream
+from compressor.models.load import load_model
+from compressor.models.residual import open_stream, resume
 from compressor.plan.moments_store import open_store
 from compressor.runtime.cache import Cache, Tensors
 from compressor.runtime.context import RunContext
@@ -38,6 +41,136 @@ def test_layer_by_layer_equals_the_forward_pass(family: str) -> None:
     early.advance(1)
     early.advance(len(blocks))
     assert all(torch.equal(a, b) for a, b in zip(early.states, stream.states, strict=True))
+
+
+@torch.no_grad()
+def assert_streams_are_own_passes(model: Any) -> None:
+    """Begun at any layer, passes over batches with other tokens and of another size end in the model's own logits."""
+    blocks = find_blocks(model)
+    parts = tokens(7, 16).split(2)
+    expected = [model(input_ids=part, use_cache=False).logits for part in parts]
+    stream = open_stream(model, blocks, tokens(7, 16), 2)
+    for position in range(len(blocks) + 1):
+        stream.advance(position)
+        with resume(model, stream):
+            for part, own in zip(parts, expected, strict=True):
+                torch.testing.assert_close(model(input_ids=part, use_cache=False).logits, own, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", UNUSUAL)
+def test_arguments_that_depend_on_the_tokens_are_those_of_each_batch(family: str) -> None:
+    model = tiny_model(family)
+    _, _, layers, ffn = UNUSUAL[family]
+    assert [block.path for block in find_blocks(model)] == [f"{layers}.{i}.{ffn}" for i in range(3)]
+    assert_streams_are_own_passes(model)
+
+
+def plant_token_angles(model: Any) -> None:
+    """The angles of the positions, an argument of every layer, now depend on the tokens."""
+    angles = model.model.rotary_emb.forward
+
+    def turned(hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        cos, sin = angles(hidden, position_ids)
+        return cos * (1 + hidden.mean(-1, keepdim=True)), sin * (1 - hidden.mean(-1, keepdim=True))
+
+    model.model.rotary_emb.forward = turned
+
+
+def test_a_planted_argument_that_depends_on_the_tokens() -> None:
+    model = tiny_model("llama")
+    plant_token_angles(model)
+    assert_streams_are_own_passes(model)
+    calls = open_stream(model, find_blocks(model), tokens(5, 16), 2).calls
+    assert len(calls.tensors) == 2, "of the batches 2 + 2 + 1 only the second differs; its layers share two tensors"
+    usual = tiny_model("llama")
+    assert len(open_stream(usual, find_blocks(usual), tokens(5, 16), 2).calls.tensors) == 0
+
+
+def test_with_weights_on_disk_such_arguments_are_in_files(tmp_path: Path) -> None:
+    tiny_model("gemma4_text").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    model, _ = load_model(str(tmp_path), low_memory=True)
+    assert_streams_are_own_passes(model)
+    calls = open_stream(model, find_blocks(model), tokens(5, 16), 2).calls
+    assert [file.is_file() for file, *_ in calls.tensors.items] == [True] * 3  # the inputs per layer, of three layers
+
+
+@pytest.mark.parametrize("family", COUPLED)
+def test_layers_that_cannot_be_run_one_at_a_time_are_refused_by_name(family: str) -> None:
+    model_type, _, reason = COUPLED[family]
+    model = tiny_model(family)
+    with pytest.raises(InputError, match=rf"(?s)^model type '{model_type}' is not supported: .*{re.escape(reason)}"):
+        open_stream(model, find_blocks(model), tokens(5, 16), 2)
+
+
+class Meddling(torch.nn.Module):
+    """A layer that depends on more than its arguments."""
+
+    left: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self, layer: Any, way: str) -> None:
+        super().__init__()
+        self.layer, self.way, self.runs = layer, way, 0
+        self.mlp = layer.mlp
+        self.attention_type = getattr(layer, "attention_type", None)
+
+    def forward(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        self.runs += 1
+        output: torch.Tensor = self.layer(hidden_states, **arguments)
+        if self.way == "hands on":  # to the next layer, past the residual stream
+            self.left.append(output)
+            return output if len(self.left) % 3 == 1 else output + 0.1 * self.left[-2]
+        if self.way == "counts":
+            return output * (1 + 0.01 * (self.runs > 3))
+        if self.way == "in place":
+            hidden_states.mul_(2)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        ("hands on", "returns something else when it is run by itself"),
+        ("counts", "returns something else when it is run by itself"),
+        ("in place", "changes its input in place"),
+        ("between", "model.layers.1 is not the output of the layer before it"),
+        ("twice", "do not run once each"),
+        ("mixes", "depends on more than the row"),
+    ],
+)
+def test_planted_couplings_are_found(way: str, reason: str) -> None:
+    model = tiny_model("llama")
+    layers = model.model.layers
+    if way == "between":
+        layers[1].register_forward_pre_hook(lambda _, args: (1.5 * args[0], *args[1:]))
+    elif way == "twice":
+        layers[2] = layers[1]
+    elif way == "mixes":
+        layers[1].mlp.register_forward_hook(lambda _m, _a, output: output + output.roll(1, dims=-2))
+    else:
+        Meddling.left.clear()
+        model.model.layers = torch.nn.ModuleList([Meddling(layer, way) for layer in layers])
+    with pytest.raises(InputError, match=rf"model type 'llama' .*{reason}"):
+        open_stream(model, find_blocks(model), tokens(5, 16), 2)
+
+
+def test_a_model_is_tried_once() -> None:
+    model = tiny_model("llama")
+    blocks = find_blocks(model)
+    first, _ = runs_of(model, blocks, lambda: open_stream(model, blocks, tokens(5, 16), 2))
+    again, _ = runs_of(model, blocks, lambda: open_stream(model, blocks, tokens(5, 16), 2))
+    assert min(first) > 0
+    assert again == [0, 0, 0], "a stream is opened without running a layer"
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "rwkv", "openai-gpt"])
+def test_the_command_refuses_in_one_line_before_any_work(family: str, compress: Compress, tmp_path: Path) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    outcome = compress("profile", tmp_path, "--text", tmp_path / "there-is-no-such-text")
+    assert outcome.code == 2
+    assert len(outcome.errors) == 1
+    assert f"model type '{family.replace('gemma3n', 'gemma3n_text')}' is not supported" in outcome.errors[0]
 
 
 class Killed(BaseException):

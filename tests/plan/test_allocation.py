@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from compressor.evaluate.budget import Budget
 from compressor.evaluate.perplexity import evaluate
 from compressor.measure.profile import measure
 from compressor.models.blocks import find_blocks
+from compressor.models.load import load_model
 from compressor.models.residual import measure_stream_gain, open_stream, resume
 from compressor.patch.tree import patched
 from compressor.plan.calibration import Calibration, Point, rank_correlation
@@ -150,16 +152,66 @@ def test_a_pass_that_begins_in_the_middle_ends_the_same(family: str) -> None:
     assert all("forward" not in vars(layer) for layer in stream.layers)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_stream_is_made_up_for_where_the_block_is_added_to_it(family: str) -> None:
+def test_the_stream_is_made_up_for_where_the_block_is_added_to_it(family: str, dtype: torch.dtype) -> None:
     """Behind a norm, fitting in order can only copy the block."""
-    model = tiny_model(family, **({"residual_multiplier": 0.22} if family == "granite" else {}))
+    model = tiny_model(family, **({"residual_multiplier": 0.22} if family == "granite" else {})).to(dtype)
     blocks = find_blocks(model)
-    gain = measure_stream_gain(model, blocks[0], open_stream(model, blocks, TEXT.held_out[:4], 4))
+    stream = open_stream(model, blocks, TEXT.held_out[:4], 4)
     normed = family in ("gemma2", "gemma3", "gemma3-vision", "glm4", "olmo2", "opt-350m")
-    assert (gain is None) == normed
-    if family == "granite":
-        assert gain == pytest.approx(0.22, rel=1e-3)
+    for block in blocks:
+        stream.advance(block.index)
+        gain = measure_stream_gain(model, block, stream)
+        if normed:
+            assert gain is None
+        else:
+            assert gain == pytest.approx(0.22 if family == "granite" else 1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_stream_of_the_built_in_model_is_made_up_for_in_any_precision(dtype: str) -> None:
+    model, _ = load_model("demo", dtype=dtype)
+    blocks = find_blocks(model)
+    stream = open_stream(model, blocks, torch.arange(2 * 16).reshape(2, 16), 2)
+    gains = []
+    for block in blocks:
+        stream.advance(block.index)
+        gains.append(measure_stream_gain(model, block, stream))
+    assert gains == pytest.approx([1.0] * 7, rel=1e-3)
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 300.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_gain_is_found_however_loud_the_block_is(dtype: torch.dtype, size: float) -> None:
+    """Against its stream the block's output may be a whisper or a shout; a scale that differs by feature is no gain."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(size)
+        model.model.layers[0].mlp.down_proj.bias.mul_(size)
+    model = model.to(dtype)
+    blocks = find_blocks(model)
+    stream = open_stream(model, blocks, TEXT.held_out[:4], 4)
+    assert measure_stream_gain(model, blocks[0], stream) == pytest.approx(1.0, rel=1e-3)
+    scale = torch.linspace(0.9, 1.1, 32, dtype=dtype)
+    handle = model.model.layers[0].register_forward_hook(lambda _m, _a, output: output * scale)
+    assert measure_stream_gain(model, blocks[0], stream) is None
+    handle.remove()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+def test_blocks_that_cannot_compensate_are_named(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model(family)
+    for _ in range(2):  # the second time the fits come from disk
+        store = open_store(model, TEXT, RunContext(cache=Cache(tmp_path, Progress()), progress=Progress(sys.stderr)))
+        fitter = Fitter(store, store.candidates())
+        fitter.fit_in_order({0: Shape(0), 2: Shape(0, 20)})
+        fitter.fit_in_order({0: Shape(0), 2: Shape(0, 20)})
+        lines = [line for line in capsys.readouterr().err.splitlines() if "cannot make up" in line]
+        assert len(lines) == (family == "gemma2"), "said once"
+        assert all("blocks 0, 2 " in line for line in lines)
 
 
 @pytest.mark.parametrize("family", REPRESENTATIVE)
