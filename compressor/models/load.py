@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from compressor.modeling_compressor import METHOD
+from compressor.modeling_compressor import METHOD, WEIGHTS_NOTE
 from compressor.models.blocks import find_blocks
 from compressor.models.config_check import CONFIG_BYTES, check_config_fits, refuse_huge_numbers, run_short_pass
 from compressor.models.hub import MODEL_ALTERNATIVES, Snapshot, open_snapshot
@@ -174,7 +174,7 @@ def refuse_redirections(raw: dict[str, Any], directory: Path, model: str) -> Non
         if "/" in str(raw.get(key)):
             raise InputError(f"config.json of {model} sets {key} to {raw[key]!r}, which is code; set it to 'sdpa'")
     weights = raw.get("transformers_weights") or SINGLE
-    if weights != SINGLE:
+    if weights != SINGLE and not (weights == WEIGHTS_NOTE and is_compressed(raw, model)):
         raise InputError(f"config.json of {model} sets transformers_weights to {weights!r}; only {SINGLE} is read")
 
 
