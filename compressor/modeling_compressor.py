@@ -302,6 +302,13 @@ class CompressorConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.replacements = replacements
 
 
+class Patterns(list[str]):
+    """Patterns of weight names: transformers adds them to a list in early versions of 5, and joins a set later."""
+
+    def __or__(self, others: set[str]) -> set[str]:
+        return {*self, *others}
+
+
 class CompressorQuantizer(HfQuantizer):  # type: ignore[misc]
     """Swaps the replaced modules before the weights load. Nothing is quantized, and afterwards nothing says so."""
 
@@ -327,7 +334,7 @@ class CompressorQuantizer(HfQuantizer):  # type: ignore[misc]
         modules = put_replacements(model, self.quantization_config.replacements)
         prefix = f"{model.base_model_prefix}."  # is missing where the bare backbone was saved
         ignored = {rf"(^|\.){re.escape(module.guard.removeprefix(prefix))}$" for module in modules.values()}
-        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
+        model._keys_to_ignore_on_load_unexpected = Patterns([*(model._keys_to_ignore_on_load_unexpected or ()), *ignored])
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
     def get_weight_conversions(self) -> list[WeightRenaming]:

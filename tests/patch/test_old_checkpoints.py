@@ -1,7 +1,7 @@
 """Checkpoints of schema 1, whose replacements were bare parameters, load as they did and are saved as schema 2.
 
-`tests/old_checkpoints/` was written by the last version that wrote schema 1 (commit 00e81aa): blocks of every kind, and one
-that was not replaced. `-expected` has the logits that it computed.
+`tests/old_checkpoints/` was written by the last version that wrote schema 1 (commit 00e81aa): blocks of every kind, and
+one that was not replaced. `-expected` has the logits that it computed.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_it_is_saved_with_the_new_names_and_the_same_values(
 def test_the_old_file_and_this_one_compute_the_same_bits(
     old: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
-    """In a process that does not import the package, the old checkpoint with its own file and then the new one with its own.
+    """Without the package: the old checkpoint with its own file, then the new one with its own.
 
     The second is the reason why the newest file reads for all: the old one is registered first.
     """
