@@ -334,7 +334,8 @@ class CompressorQuantizer(HfQuantizer):  # type: ignore[misc]
         modules = put_replacements(model, self.quantization_config.replacements)
         prefix = f"{model.base_model_prefix}."  # is missing where the bare backbone was saved
         ignored = {rf"(^|\.){re.escape(module.guard.removeprefix(prefix))}$" for module in modules.values()}
-        model._keys_to_ignore_on_load_unexpected = Patterns([*(model._keys_to_ignore_on_load_unexpected or ()), *ignored])
+        ignored.update(model._keys_to_ignore_on_load_unexpected or ())
+        model._keys_to_ignore_on_load_unexpected = Patterns(ignored)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
     def get_weight_conversions(self) -> list[WeightRenaming]:
@@ -413,7 +414,19 @@ class CompressedModel:
 
     @classmethod
     def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
-        return cls.stock_class().from_pretrained(path, *args, **{**kwargs, "trust_remote_code": False})
+        if kwargs.get("quantization_config") is not None:
+            raise ValueError(
+                f"{path} has compressed blocks and cannot be quantised while it loads: its config.json has a "
+                "quantization_config already; quantise the loaded model, whose blocks are made of nn.Linear, or export "
+                "it with `compress export --to hf-dense` or `--to gguf` and quantise that"
+            )
+        adapter = dict(kwargs.pop("adapter_kwargs", None) or {})
+        adapter_path = adapter.pop("_adapter_model_path", path)  # of peft: that of an adapter made for this checkpoint
+        loaded = cls.stock_class().from_pretrained(path, *args, **{**kwargs, "trust_remote_code": False})
+        if str(adapter_path) != str(path):  # an adapter in the checkpoint's own directory is loaded already
+            model = loaded[0] if isinstance(loaded, tuple) else loaded
+            model.load_adapter(adapter_path, kwargs.get("adapter_name", "default"), adapter_kwargs=adapter)
+        return loaded
 
     @classmethod
     def from_config(cls, config: Any, **kwargs: Any) -> Any:
