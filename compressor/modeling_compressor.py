@@ -432,11 +432,11 @@ class CompressedModel:
     def from_config(cls, config: Any, **kwargs: Any) -> Any:
         """A model of the compressed shapes with new weights: those of the replacements are drawn as the stock ones."""
         model = cls.stock_class().from_config(config, **{**kwargs, "trust_remote_code": False})
-        table = getattr(config, "quantization_config", None)
-        if not isinstance(table, CompressorConfig):
-            table = CompressorConfig.from_dict(table.to_dict() if hasattr(table, "to_dict") else table)
+        table: Any = getattr(config, "quantization_config", None) or {}
+        if not isinstance(table, dict):  # an object of this file or of another copy of it
+            table = table.to_dict()
         with torch.no_grad():
-            for module in put_replacements(model, table.replacements).values():
+            for module in put_replacements(model, CompressorConfig.from_dict(table).replacements).values():
                 for part in module.children():
                     if isinstance(part, nn.Linear):
                         model._init_weights(part)
