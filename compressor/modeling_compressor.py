@@ -302,6 +302,14 @@ class CompressorConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.replacements = replacements
 
 
+def without_note(config: Any) -> Any:
+    """The config without WEIGHTS_NOTE."""
+    if getattr(config, "transformers_weights", None) == WEIGHTS_NOTE:
+        config = copy.copy(config)
+        del config.transformers_weights
+    return config
+
+
 class Patterns(list[str]):
     """Patterns of weight names: transformers adds them to a list in early versions of 5, and joins a set later."""
 
@@ -320,15 +328,10 @@ class CompressorQuantizer(HfQuantizer):  # type: ignore[misc]
         self.shapes: dict[str, torch.Size] = {}
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Take WEIGHTS_NOTE out of the config, so that the weights are looked for under their usual names."""
-        if getattr(config, "transformers_weights", None) == WEIGHTS_NOTE:
-            config = copy.copy(config)
-            del config.transformers_weights
-        return config
+        """The config as transformers goes on with it: the weights are looked for under their usual names."""
+        return without_note(config)
 
-    update_tp_plan = (
-        update_attn_implementation  # the method that is given the config in early versions of transformers 5
-    )
+    update_tp_plan = update_attn_implementation  # the method that is given the config before transformers 5.18
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         modules = put_replacements(model, self.quantization_config.replacements)
@@ -403,7 +406,10 @@ class CompressedConfig:
     def from_pretrained(path: Any, **kwargs: Any) -> Any:
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(path, **{**kwargs, "trust_remote_code": False})
+        loaded = AutoConfig.from_pretrained(path, **{**kwargs, "trust_remote_code": False})
+        if isinstance(loaded, tuple):  # with the arguments that were not used
+            return without_note(loaded[0]), *loaded[1:]
+        return without_note(loaded)
 
 
 class CompressedModel:
