@@ -10,37 +10,47 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.activations import ACT2FN
+from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 METHOD = "compressor"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1: a replacement's weights were bare parameters; since 2 they are those of nn.Linear modules
 SPEC_KEYS = {"kind", "rank", "neurons", "width", "residual_inside", "bypass", "activation", "gated", "inner_bias"}
 FIRST_SPECS = {"activation": None, "gated": False, "inner_bias": False}  # of checkpoints from before kept neurons
 FILE_NAME = "modeling_compressor.py"
 AUTO_MAP = {
     "AutoConfig": "modeling_compressor.CompressedConfig",
+    "AutoModel": "modeling_compressor.CompressedModel",
     "AutoModelForCausalLM": "modeling_compressor.CompressedModelForCausalLM",
 }
+# The value of `transformers_weights` in config.json, where stock transformers wants the name of a safetensors file. It
+# refuses this one and quotes it, whatever flags it is given; `CompressorQuantizer` takes it out of the config.
+WEIGHTS_NOTE = (
+    "this checkpoint has compressed blocks, which stock transformers cannot read; "
+    "load it with trust_remote_code=True, or import compressor first"
+)
 
 
 class Replacement(nn.Module):
     """What stands in for a feed-forward block: y = bias + up(down x) + outer·act(inner x) of the kept neurons.
 
-    A `rank` of None is one dense matrix instead of up and down; a rank of 0 has neither. Without neurons the last part
-    is absent; gated neurons are act(gate x) · (inner x). All parameters begin at zero.
+    A `rank` of None is one dense matrix, `linear`, instead of up and down; a rank of 0 has neither. Without neurons the
+    last part is absent; gated neurons are act(gate x) · (inner x). Every matrix is an nn.Linear, so that adapters and
+    quantisers find it. The bias is that of the first part: outer, else linear or up; a block that is only a bias has it
+    as a parameter of its own. All parameters begin at zero.
     """
 
     is_compressor_replacement = True  # a checkpoint's copy of this file has a Replacement class of its own
@@ -70,48 +80,65 @@ class Replacement(nn.Module):
         self.bypass: tuple[str, ...] = ()  # modules that become identities because this one does their work
         self.guard = ""  # the stock weight that is gone: see `save_pretrained`
 
-        def zeros(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+        def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
+            with torch.device("meta"):  # no random numbers are drawn
+                module = nn.Linear(inputs, outputs, bias=bias)
+            for name, parameter in list(module.named_parameters()):
+                setattr(module, name, nn.Parameter(torch.zeros(parameter.shape, dtype=dtype, device=device)))
+            return module
 
-        if rank is None:
-            self.weight = zeros(width, width)
-        elif rank > 0:
-            self.down = zeros(rank, width)
-            self.up = zeros(width, rank)
         if activation is not None:
             self.act = ACT2FN[activation]
-            self.inner = zeros(neurons, width)
-            self.outer = zeros(width, neurons)
-            self.inner_bias = zeros(neurons) if inner_bias else None
+            self.inner = linear(width, neurons, inner_bias)
             if gated:
-                self.gate = zeros(neurons, width)
-                self.gate_bias = zeros(neurons) if inner_bias else None
-        self.bias = zeros(width)
+                self.gate = linear(width, neurons, inner_bias)
+            self.outer = linear(neurons, width, True)
+        if rank is None:
+            self.linear = linear(width, width, not neurons)
+        elif rank > 0:
+            self.down = linear(width, rank, False)
+            self.up = linear(rank, width, not neurons)
+        elif not neurons:
+            self.bias = nn.Parameter(torch.zeros(width, dtype=dtype, device=device))
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None, **_: Any) -> Tensor:
-        output: Tensor = self.bias
-        for rows, weight in self.parts(hidden_states):
-            first = output is self.bias
-            output = functional.linear(rows, weight, output) if first else output + functional.linear(rows, weight)
-        if output is self.bias:
-            output = output.expand(hidden_states.shape).clone()  # a copy: Falcon adds to the output in place
+        if self.kind == "bias":
+            output = self.bias.expand(hidden_states.shape).clone()  # a copy: Falcon adds to the output in place
+        elif self.neurons:
+            output = self.outer(self.activate(hidden_states))
+            if self.rank != 0:
+                output = output + self.map_linearly(hidden_states)
+        else:
+            output = self.map_linearly(hidden_states)
         return output + residual if self.residual_inside and residual is not None else output
 
-    def parts(self, hidden_states: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows and the matrix that takes them to the output."""
-        if self.neurons:
-            yield self.activate(hidden_states), self.outer
-        if self.rank is None:
-            yield hidden_states, self.weight
-        elif self.rank > 0:
-            yield functional.linear(hidden_states, self.down), self.up
+    def map_linearly(self, hidden_states: Tensor) -> Tensor:
+        """The dense matrix, or the product of two."""
+        return self.linear(hidden_states) if self.rank is None else self.up(self.down(hidden_states))  # type: ignore[no-any-return]
 
     def activate(self, hidden_states: Tensor) -> Tensor:
         """The kept neurons' activations."""
-        inner = functional.linear(hidden_states, self.inner, self.inner_bias)
-        if self.gated:
-            return self.act(functional.linear(hidden_states, self.gate, self.gate_bias)) * inner  # type: ignore[no-any-return]
-        return self.act(inner)  # type: ignore[no-any-return]
+        inner = self.inner(hidden_states)
+        return self.act(self.gate(hidden_states)) * inner if self.gated else self.act(inner)  # type: ignore[no-any-return]
+
+    @property
+    def bias_name(self) -> str:
+        """The name of the parameter that is added to the output."""
+        if self.neurons:
+            return "outer.bias"
+        return "linear.bias" if self.rank is None else "up.bias" if self.rank > 0 else "bias"
+
+    @property
+    def output_bias(self) -> nn.Parameter:
+        """What is added to the output."""
+        return self.get_parameter(self.bias_name)
+
+    def first_names(self) -> dict[str, str]:
+        """What every parameter was called in checkpoints of schema 1."""
+        names = {"linear.weight": "weight", self.bias_name: "bias"}
+        return {
+            name: names.get(name, name.removesuffix(".weight").replace(".", "_")) for name, _ in self.named_parameters()
+        }
 
     @property
     def kind(self) -> str:
@@ -129,7 +156,7 @@ class Replacement(nn.Module):
         return f"{self.kind}, width={self.width}, rank={self.rank}, neurons={self.neurons}"
 
 
-def build(spec: Mapping[str, Any]) -> Replacement:
+def build(spec: Mapping[str, Any], **placement: Any) -> Replacement:
     """An empty replacement of this spec, or a ValueError for a spec that this version does not know."""
     spec = {**FIRST_SPECS, **spec}
     odd = ", ".join(sorted(set(spec) ^ SPEC_KEYS))
@@ -138,7 +165,7 @@ def build(spec: Mapping[str, Any]) -> Replacement:
     if spec["activation"] not in (None, *ACT2FN):
         raise ValueError(f"a replacement has the activation {spec['activation']!r}, which this transformers has not")
     given = {key: spec[key] for key in ("neurons", "activation", "gated", "inner_bias")}
-    module = Replacement(spec["width"], spec["rank"], spec["residual_inside"], **given)
+    module = Replacement(spec["width"], spec["rank"], spec["residual_inside"], **given, **placement)
     module.bypass = tuple(spec["bypass"])
     if module.spec() != spec:
         raise ValueError(f"a replacement of this kind is not known: {spec}; install the compressor that wrote it")
@@ -183,6 +210,19 @@ def restore(model: nn.Module, originals: Mapping[str, nn.Module]) -> None:
         model.__dict__.pop("save_pretrained", None)
 
 
+def put_replacements(model: Any, table: Mapping[str, Mapping[str, Any]]) -> dict[str, Replacement]:
+    """Swap in what config.json names, in the dtype and on the device of what stood there; return it by its path."""
+    modules = {}
+    for stored_path, spec in table.items():
+        path = locate(model, stored_path)
+        like = next(model.get_submodule(path).parameters(), torch.empty(0))
+        module = build(spec, dtype=like.dtype, device=like.device)
+        module.bypass = tuple(locate(model, place) for place in module.bypass)
+        modules[path] = module
+    swap(model, modules)
+    return modules
+
+
 def guard_of(originals: Mapping[str, nn.Module], path: str, module: Replacement) -> str:
     """The name of a weight matrix that the stock model has and the swapped model has not."""
     inherited = getattr(originals[path], "guard", None)  # one replacement takes the place of another
@@ -206,7 +246,8 @@ def save_pretrained(
     """What `model.save_pretrained` is for a model with replacements: the stock one, plus what loading needs.
 
     Stock transformers without this file would load such a checkpoint with random feed-forward blocks and a mere
-    warning. So one weight that it expects is stored with shape [0]: a size mismatch, which is an error.
+    warning. So config.json has WEIGHTS_NOTE, which stops it. And for readers that do not look there, one weight that
+    the stock model has is stored with shape [0], which does not fit.
     """
     if is_main_process:
         directory = Path(save_directory)
@@ -214,20 +255,33 @@ def save_pretrained(
         shutil.copyfile(__file__, directory / FILE_NAME)
     state_dict = dict(model.state_dict() if state_dict is None else state_dict)
     path, module = next(iter(replacements(model).items()))
-    if f"{path}.bias" in state_dict:  # not when only adapters are saved, or another process saves
-        state_dict[module.guard] = torch.zeros(0, dtype=state_dict[f"{path}.bias"].dtype)
+    if f"{path}.{module.bias_name}" in state_dict:  # not when only adapters are saved, or another process saves
+        state_dict[module.guard] = torch.zeros(0, dtype=state_dict[f"{path}.{module.bias_name}"].dtype)
     config = model.config
     model.config = copy.deepcopy(config)
     model.config.quantization_config = CompressorConfig(replacements=specs(model))
     model.config.auto_map = {**(getattr(config, "auto_map", None) or {}), **AUTO_MAP}
+    # In the instance, for the stock method deletes `transformers_weights` just before it writes.
+    model.config.__dict__["to_json_file"] = functools.partial(write_config, model.config)
     try:
         type(model).save_pretrained(model, save_directory, is_main_process, state_dict, *args, **kwargs)
     finally:
         model.config = config
 
 
+def write_config(config: Any, file: str | os.PathLike[str], **kwargs: Any) -> None:
+    """Write config.json with WEIGHTS_NOTE in it."""
+    del config.__dict__["to_json_file"]  # all that stands there is written
+    config.to_json_file(file, **kwargs)
+    values = json.loads(Path(file).read_text(encoding="utf-8"))
+    values["transformers_weights"] = WEIGHTS_NOTE
+    Path(file).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 class CompressorConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The `quantization_config` of config.json: the table {module path → replacement spec}."""
+
+    newest = SCHEMA_VERSION
 
     def __init__(
         self,
@@ -236,9 +290,9 @@ class CompressorConfig(QuantizationConfigMixin):  # type: ignore[misc]
         quant_method: str = METHOD,
         **unknown: Any,
     ) -> None:
-        if schema_version != SCHEMA_VERSION:
+        if schema_version not in range(1, SCHEMA_VERSION + 1):
             raise ValueError(
-                f"the checkpoint has schema_version {schema_version}, this compressor reads {SCHEMA_VERSION}; "
+                f"the checkpoint has schema_version {schema_version}, this compressor reads 1 to {SCHEMA_VERSION}; "
                 "install the compressor that wrote it"
             )
         if unknown:
@@ -248,24 +302,61 @@ class CompressorConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.replacements = replacements
 
 
+def without_note(config: Any) -> Any:
+    """The config without WEIGHTS_NOTE."""
+    if getattr(config, "transformers_weights", None) == WEIGHTS_NOTE:
+        config = copy.copy(config)
+        del config.transformers_weights
+    return config
+
+
+class Patterns(list[str]):
+    """Patterns of weight names: transformers adds them to a list in early versions of 5, and joins a set later."""
+
+    def __or__(self, others: set[str]) -> set[str]:
+        return {*self, *others}
+
+
 class CompressorQuantizer(HfQuantizer):  # type: ignore[misc]
     """Swaps the replaced modules before the weights load. Nothing is quantized, and afterwards nothing says so."""
 
     requires_calibration = True  # a stock checkpoint cannot be loaded as a compressed one
 
+    def __init__(self, quantization_config: CompressorConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.renamings: list[WeightRenaming] = []
+        self.shapes: dict[str, torch.Size] = {}
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """The config as transformers goes on with it: the weights are looked for under their usual names."""
+        return without_note(config)
+
+    update_tp_plan = update_attn_implementation  # the method that is given the config before transformers 5.18
+
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        table = {}
-        for path, spec in self.quantization_config.replacements.items():
-            module = build(spec)
-            module.bypass = tuple(locate(model, place) for place in module.bypass)
-            table[locate(model, path)] = module
-        swap(model, table)
-        ignored = {re.escape(module.guard) + "$" for module in table.values()}
-        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
+        modules = put_replacements(model, self.quantization_config.replacements)
+        prefix = f"{model.base_model_prefix}."  # is missing where the bare backbone was saved
+        ignored = {rf"(^|\.){re.escape(module.guard.removeprefix(prefix))}$" for module in modules.values()}
+        ignored.update(model._keys_to_ignore_on_load_unexpected or ())
+        model._keys_to_ignore_on_load_unexpected = Patterns(ignored)
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+
+    def get_weight_conversions(self) -> list[WeightRenaming]:
+        """How the weights of a checkpoint of schema 1 are called now."""
+        if self.quantization_config.schema_version == 1:
+            self.renamings = [
+                WeightRenaming(f"^{re.escape(f'{path}.{before}')}$", f"{path}.{now}")
+                for path, spec in self.quantization_config.replacements.items()
+                for now, before in build(spec, device="meta").first_names().items()
+                if now != before
+            ]
+        return self.renamings
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         check_loaded(model, self.shapes)
+        # Saving undoes the renamings that are kept here; the old names are not to be written again.
+        if self.renamings:
+            model._weight_conversions = [each for each in model._weight_conversions if each not in self.renamings]
         del model.hf_quantizer, model.quantization_method
         model.is_quantized = False  # else .half(), .float() and Trainer refuse
         for module in model.modules():
@@ -281,8 +372,9 @@ class CompressorQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def locate(model: Any, path: str) -> str:
-    """The path in this model, which may be the bare backbone (AutoModel) of the one that was saved."""
-    for candidate in (path, path.removeprefix(f"{model.base_model_prefix}.")):
+    """The path in this model, which may be the bare backbone (AutoModel) of the one that was saved, or have one."""
+    prefix = f"{model.base_model_prefix}."
+    for candidate in (path, path.removeprefix(prefix), prefix + path):
         try:
             model.get_submodule(candidate)
         except AttributeError:
@@ -314,21 +406,64 @@ class CompressedConfig:
     def from_pretrained(path: Any, **kwargs: Any) -> Any:
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(path, **{**kwargs, "trust_remote_code": False})
+        loaded = AutoConfig.from_pretrained(path, **{**kwargs, "trust_remote_code": False})
+        if isinstance(loaded, tuple):  # with the arguments that were not used
+            return without_note(loaded[0]), *loaded[1:]
+        return without_note(loaded)
 
 
-class CompressedModelForCausalLM:
-    """`AutoModelForCausalLM` of the checkpoint: the stock one, which now knows the quantizer."""
+class CompressedModel:
+    """`AutoModel` of the checkpoint: the stock one, which now knows the quantizer."""
 
+    auto_class = "AutoModel"
     register_for_auto_class = staticmethod(lambda auto_class=None: None)
 
-    @staticmethod
-    def from_pretrained(path: Any, *args: Any, **kwargs: Any) -> Any:
-        from transformers import AutoModelForCausalLM
+    @classmethod
+    def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("quantization_config") is not None:
+            raise ValueError(
+                f"{path} has compressed blocks and cannot be quantised while it loads: its config.json has a "
+                "quantization_config already; quantise the loaded model, whose blocks are made of nn.Linear, or export "
+                "it with `compress export --to hf-dense` or `--to gguf` and quantise that"
+            )
+        adapter = dict(kwargs.pop("adapter_kwargs", None) or {})
+        adapter_path = adapter.pop("_adapter_model_path", path)  # of peft: that of an adapter made for this checkpoint
+        loaded = cls.stock_class().from_pretrained(path, *args, **{**kwargs, "trust_remote_code": False})
+        if str(adapter_path) != str(path):  # an adapter in the checkpoint's own directory is loaded already
+            model = loaded[0] if isinstance(loaded, tuple) else loaded
+            model.load_adapter(adapter_path, kwargs.get("adapter_name", "default"), adapter_kwargs=adapter)
+        return loaded
 
-        return AutoModelForCausalLM.from_pretrained(path, *args, **{**kwargs, "trust_remote_code": False})
+    @classmethod
+    def from_config(cls, config: Any, **kwargs: Any) -> Any:
+        """A model of the compressed shapes with new weights: those of the replacements are drawn as the stock ones."""
+        model = cls.stock_class().from_config(config, **{**kwargs, "trust_remote_code": False})
+        table: Any = getattr(config, "quantization_config", None) or {}
+        if not isinstance(table, dict):  # an object of this file or of another copy of it
+            table = table.to_dict()
+        with torch.no_grad():
+            for module in put_replacements(model, CompressorConfig.from_dict(table).replacements).values():
+                for part in module.children():
+                    if isinstance(part, nn.Linear):
+                        model._init_weights(part)
+        return model
+
+    _from_config = from_config  # the name by which transformers calls it
+
+    @classmethod
+    def stock_class(cls) -> Any:
+        import transformers  # not yet whole when this file is imported
+
+        return getattr(transformers, cls.auto_class)
 
 
-# setdefault, for the package and a checkpoint's copy of this file may both be imported.
-AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, CompressorConfig)
-AUTO_QUANTIZER_MAPPING.setdefault(METHOD, CompressorQuantizer)
+class CompressedModelForCausalLM(CompressedModel):
+    """`AutoModelForCausalLM` of the checkpoint."""
+
+    auto_class = "AutoModelForCausalLM"
+
+
+# The package and copies of this file in checkpoints may all be imported; the newest reads what the others wrote.
+if getattr(AUTO_QUANTIZATION_CONFIG_MAPPING.get(METHOD), "newest", 1) < SCHEMA_VERSION:
+    AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = CompressorConfig
+    AUTO_QUANTIZER_MAPPING[METHOD] = CompressorQuantizer

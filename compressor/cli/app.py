@@ -193,13 +193,17 @@ def check(
 
 @app.command()
 def info(directory: Directory, as_json: Json = False, debug: Debug = False) -> None:
-    """What a compressed checkpoint contains."""
+    """What a compressed checkpoint contains; exit code 2 if its weights are not those of its record."""
     from compressor.report import tables
-    from compressor.report.record import Record, read_record
+    from compressor.report.record import Record, read_record, refuse_other_weights, weights_match
+    from compressor.runtime.stored_weights import hash_stored
 
     record = read_record(directory)
+    sha256 = hash_stored(directory)
+    record = record.model_copy(update={"weights_match": weights_match(record, sha256)})
     table = tables.block_table(record) if isinstance(record, Record) else None
     emit(record, as_json, tables.info_lines(record), table)
+    refuse_other_weights(directory, record, sha256)
 
 
 @app.command()

@@ -24,7 +24,7 @@ from compressor.patch.checkpoint import count_parameters, write_checkpoint
 from compressor.patch.verify import compare_logits, verify_written
 from compressor.report.card import export_card
 from compressor.report.export_record import ExportRecord, ExportSizes, RuntimeCheck
-from compressor.report.record import Record, SavedRecord, describe_tool, read_record
+from compressor.report.record import Record, SavedRecord, describe_tool, read_record, refuse_other_weights
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import EXPORT, RECORD
 from compressor.runtime.outputs import (
@@ -130,6 +130,8 @@ def open_job(
         raise InputError(f"{error.shortage}; export it where there is more") from error
     if not replacements(model):
         raise InputError(f"{request.model} is not a compressed checkpoint; give a directory that compress wrote")
+    if record is not None:
+        refuse_other_weights(request.model, record, source_of(model).weights_sha256)
     with quiet():
         source_parameters = count_parameters(build_empty(stock_config(model)))
     dtype = pick_dtype(request, model, dtypes)

@@ -95,10 +95,11 @@ def fold(module: Replacement, activation: str, gated: bool) -> OrdinaryBlock:
             raise InputError(f"{activation}(z) − {activation}(−z) is not z, so no ordinary block computes a linear map")
     if module.neurons:
         for name in parts:
-            tensor = getattr(module, name, None)
-            parts[name].insert(0, module.bias.new_zeros(module.neurons) if tensor is None else tensor.detach())
+            part, _, kind = name.partition("_")  # such as inner, or inner_bias
+            tensor = getattr(getattr(module, part), kind or "weight")
+            parts[name].insert(0, rows.new_zeros(module.neurons) if tensor is None else tensor.detach())
     joined = {name: torch.cat(tensors, dim=int(name == "outer")) for name, tensors in parts.items()}
-    return OrdinaryBlock(activation, bias=module.bias.detach(), **joined)
+    return OrdinaryBlock(activation, bias=module.output_bias.detach(), **joined)
 
 
 def refuse_other_neurons(module: Replacement, activation: str, gated: bool) -> None:
@@ -114,11 +115,12 @@ def refuse_other_neurons(module: Replacement, activation: str, gated: bool) -> N
 
 def factor_linear_map(module: Replacement) -> tuple[Tensor, Tensor]:
     """The replacement's linear map as a product: rows [rank, width] and columns [width, rank]."""
+    bias = module.output_bias.detach()
     if module.rank is None:
-        return module.weight.detach(), torch.eye(module.width, dtype=module.bias.dtype, device=module.bias.device)
+        return module.linear.weight.detach(), torch.eye(module.width, dtype=bias.dtype, device=bias.device)
     if module.rank == 0:
-        return module.bias.new_zeros(0, module.width).detach(), module.bias.new_zeros(module.width, 0).detach()
-    return module.down.detach(), module.up.detach()
+        return bias.new_zeros(0, module.width), bias.new_zeros(module.width, 0)
+    return module.down.weight.detach(), module.up.weight.detach()
 
 
 def is_linear_in_pairs(activation: str) -> bool:

@@ -15,17 +15,19 @@ import yaml
 from huggingface_hub import ModelCard
 
 from compressor.models.load import is_compressed, load_model
-from compressor.models.safetensors_files import INDEX, SINGLE, find_shards
+from compressor.models.safetensors_files import find_shards
+from compressor.models.source import source_of
 from compressor.patch.checkpoint import count_parameters
 from compressor.report.card import PICTURE, card
 from compressor.report.card_metadata import list_problems
 from compressor.report.formats import last_part, num
-from compressor.report.record import Record, SavedRecord, read_record
+from compressor.report.record import Record, SavedRecord, read_record, refuse_other_weights
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import RECORD, split_name
 from compressor.runtime.network import is_hub_id
 from compressor.runtime.outputs import to_json
 from compressor.runtime.safe_files import Malformed, parse_yaml, read_json, read_text
+from compressor.runtime.stored_weights import INDEX, SINGLE
 
 CARD, RECIPE, CODE = "README.md", "recipe.yaml", "modeling_compressor.py"
 REQUIRED = ("config.json", CODE, RECORD)
@@ -120,6 +122,7 @@ def require_complete(directory: Path, record: Record | SavedRecord) -> set[str]:
             f"{directory} has {counted:,} parameters, but its {RECORD} says {num(recorded)}: "
             "they do not belong together"
         )
+    refuse_other_weights(directory, record, source_of(model).weights_sha256)
     shards = {shard.name for shard in find_shards(directory, str(directory), None)}
     return shards if shards == {SINGLE} else {*shards, INDEX}
 

@@ -211,6 +211,6 @@ def linear_module(model: Any, p: BlockProfile) -> Replacement:
     module.bypass = p.block.bypass
     with torch.no_grad():
         linear = p.linear
-        module.weight.copy_(linear.weight.T)
-        module.bias.copy_(linear.bias)
+        module.linear.weight.copy_(linear.weight.T)
+        module.output_bias.copy_(linear.bias)
     return as_stored(module, model, p.block, source_of(model).dtype)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from compressor.modeling_compressor import build
+from compressor.modeling_compressor import put_replacements
 from compressor.models.blocks import unsupported
 from compressor.models.offload import device_of
 from compressor.models.safetensors_files import StoredTensor
@@ -73,15 +73,18 @@ def check_config_fits(
             )
     with torch.device("meta"):
         meta_model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        replaced = {path: build(spec) for path, spec in read_replacement_specs(raw).items()}
+        replaced = put_replacements(meta_model, read_replacement_specs(raw))
     expected = {name: tensor.shape for name, tensor in meta_model.state_dict().items()}
-    for path, module in replaced.items():
-        removed = tuple(f"{removed_path}." for removed_path in (path, *module.bypass))
-        expected = {name: shape for name, shape in expected.items() if not name.startswith(removed)}
-        expected |= {f"{path}.{name}": parameter.shape for name, parameter in module.named_parameters()}
+    first_names = {
+        f"{path}.{now}": f"{path}.{before}"
+        for path, module in replaced.items()
+        for now, before in module.first_names().items()
+    }
     prefix = f"{meta_model.base_model_prefix}."
     for name, shape in sorted(expected.items()):
-        tensor = next((stored[n] for n in (name, name.removeprefix(prefix), prefix + name) if n in stored), None)
+        names = (name, first_names.get(name, name))
+        spellings = (spelling for n in names for spelling in (n, n.removeprefix(prefix), prefix + n))
+        tensor = next((stored[spelling] for spelling in spellings if spelling in stored), None)
         if tensor is not None and tensor.shape != shape:
             shapes = f"{name} is {list(tensor.shape)}, config.json says {list(shape)}"
             raise InputError(f"weights of {model} do not fit its config: {shapes}")

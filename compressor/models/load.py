@@ -32,18 +32,19 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from compressor.modeling_compressor import METHOD
+from compressor.modeling_compressor import METHOD, WEIGHTS_NOTE
 from compressor.models.blocks import find_blocks
 from compressor.models.config_check import CONFIG_BYTES, check_config_fits, refuse_huge_numbers, run_short_pass
 from compressor.models.hub import MODEL_ALTERNATIVES, Snapshot, open_snapshot
 from compressor.models.offload import offload_to_disk
-from compressor.models.safetensors_files import SINGLE, Shard, find_shards, hash_weights, list_tensors, main_dtype
+from compressor.models.safetensors_files import Shard, find_shards, hash_weights, list_tensors, main_dtype
 from compressor.models.source import SOURCE_ATTRIBUTE, Source
 from compressor.runtime import distributed
 from compressor.runtime.errors import InputError, reason_of
 from compressor.runtime.names import DEMO
 from compressor.runtime.resources import format_bytes, require_memory, require_precision
 from compressor.runtime.safe_files import read_json
+from compressor.runtime.stored_weights import SINGLE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GPU_MEMORY_FACTOR = 1.3  # a model that computes on a GPU takes this many times the memory of its weights
@@ -174,7 +175,7 @@ def refuse_redirections(raw: dict[str, Any], directory: Path, model: str) -> Non
         if "/" in str(raw.get(key)):
             raise InputError(f"config.json of {model} sets {key} to {raw[key]!r}, which is code; set it to 'sdpa'")
     weights = raw.get("transformers_weights") or SINGLE
-    if weights != SINGLE:
+    if weights != SINGLE and not (weights == WEIGHTS_NOTE and is_compressed(raw, model)):
         raise InputError(f"config.json of {model} sets transformers_weights to {weights!r}; only {SINGLE} is read")
 
 

@@ -17,17 +17,11 @@ from compressor.models.hub import Snapshot, download_files
 from compressor.runtime.cache import bytes_of, digest
 from compressor.runtime.errors import InputError, reason_of
 from compressor.runtime.safe_files import read_json, unique_keys
+from compressor.runtime.stored_weights import DTYPE_NAMES, INDEX, SINGLE
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 STORAGE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-SAFETENSORS_DTYPES = {  # in the order in which safetensors lays tensors out
-    **{"U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "C64": torch.complex64, "F32": torch.float32},
-    **{"U32": torch.uint32, "I32": torch.int32, "BF16": torch.bfloat16, "F16": torch.float16, "U16": torch.uint16},
-    **{"I16": torch.int16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8},
-    **{"U8": torch.uint8, "BOOL": torch.bool},
-}
+SAFETENSORS_DTYPES = {label: getattr(torch, name) for label, name in DTYPE_NAMES.items()}
 
 
 def find_shards(directory: Path, model: str, snapshot: Snapshot | None) -> list[Path]:

@@ -15,8 +15,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from compressor.modeling_compressor import replacements
 from compressor.models.offload import disk_weights_of, read_tensor
-from compressor.models.safetensors_files import INDEX, write_shard
+from compressor.models.safetensors_files import write_shard
 from compressor.runtime.errors import InputError
+from compressor.runtime.stored_weights import INDEX
 
 SHARD_SIZE = "5GB"
 

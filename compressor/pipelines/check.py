@@ -20,7 +20,7 @@ from compressor.pipelines.job import context_for, make_evaluator, name_tasks, op
 from compressor.pipelines.recipe import Recipe
 from compressor.report.ci import append_summary, junit, refuse_unwritable
 from compressor.report.page import page
-from compressor.report.record import Record, SavedRecord, describe_tool, read_record
+from compressor.report.record import Record, SavedRecord, describe_tool, read_record, weights_match
 from compressor.report.record_parts import Check
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
@@ -177,6 +177,8 @@ def differences(recorded: Record | SavedRecord, now: Record) -> list[str]:
     warnings = []
     if recorded.source.weights_sha256 != now.source.weights_sha256:
         warnings.append("the source's weights are not those the checkpoint was made from")
+    if weights_match(recorded, now.compressed_sha256) is False:
+        warnings.append("the checkpoint's weights are not those of its record: its recorded figures are of others")
     if not isinstance(recorded, Record):
         return warnings
     if recorded.text and now.text and recorded.text.verification.sha256 != now.text.verification.sha256:

@@ -80,7 +80,7 @@ def finish(
         timings["one_forward_pass"] = round(tokens / speed.prefill_before, 2)  # over all the text
     record = record.with_parts(**describe_assessment(assessment, evaluator), speed=speed, timings=timings)
     recipe = recipes.dump(job.recipe, "Reproduces this checkpoint:\ncompress --recipe recipe.yaml --out NEW_DIRECTORY")
-    write_result(
+    written = write_result(
         job.model, job.tokenizer, out, record, recipe, tokens=windows[:1, :TOKENS], progress=job.context.progress
     )
-    return record.with_parts(out=str(out))
+    return written.with_parts(out=str(out))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -22,6 +22,9 @@ from compressor.runtime import distributed
 from compressor.runtime.names import PROFILE, RECORD
 from compressor.runtime.outputs import finite, reporting_disk_errors, reserved, whole_directory, write_json
 from compressor.runtime.progress import Progress
+from compressor.runtime.stored_weights import hash_stored
+
+AnyRecord = TypeVar("AnyRecord", bound=Record | SavedRecord)
 
 
 def save(
@@ -36,26 +39,31 @@ def save(
     """Save a model (with the replacements that are in it) in its source's dtype, with its record and card."""
     progress = Progress()
     with reserved(out, overwrite, source_of(model).model, RECORD, progress.say) as target:
-        return write_result(model, tokenizer, target, record or describe_model(model), recipe, progress=progress)
+        write_result(model, tokenizer, target, record or describe_model(model), recipe, progress=progress)
+    return target
 
 
 def write_result(
     model: Any,
     tokenizer: Any,
     target: Path,
-    record: Record | SavedRecord,
+    record: AnyRecord,
     recipe: str | None = None,
     *,
     tokens: Tensor | None = None,
     progress: Progress,
-) -> Path:
-    """Everything into a directory that is reserved; it appears when what was written is found to be the model."""
+) -> AnyRecord:
+    """Everything into a directory that is reserved; it appears when what was written is found to be the model.
+
+    Returns the record as it was written: with the hash of the weights.
+    """
     if distributed.rank() > 0:
-        return target
+        return record
     with reporting_disk_errors(target), whole_directory(target) as partial:
         with quiet():
             write_checkpoint(model, tokenizer, partial, dtype=source_of(model).dtype)
         verify_written(partial, model, first_tokens(model) if tokens is None else tokens, progress)
+        record = cast(AnyRecord, record.model_copy(update={"compressed_sha256": hash_stored(partial)}))
         write_json(partial / RECORD, record.to_json_value())
         if isinstance(record, Record):
             write_report(partial, record)
@@ -63,7 +71,7 @@ def write_result(
         (partial / "README.md").write_text(content, encoding="utf-8")
         if recipe is not None:
             (partial / "recipe.yaml").write_text(recipe, encoding="utf-8")
-    return target
+    return record
 
 
 def save_profile(record: Record | ProfileSet, target: Path) -> Path:

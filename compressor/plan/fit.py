@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compressor.measure.moments import ACCUMULATION_DTYPE
 from compressor.measure.profile import moments_device
-from compressor.modeling_compressor import Replacement, restore, swap
+from compressor.modeling_compressor import SCHEMA_VERSION, Replacement, restore, swap
 from compressor.models.blocks import Block
 from compressor.models.neurons import Neurons
 from compressor.models.residual import Stream, calibration_streams, measure_stream_gain
@@ -120,7 +120,7 @@ class Fitter:
     def key(self, shapes: Shapes, index: int) -> dict[str, Any]:
         """All that a block's compensated fit depends on: its shape and those of the replacements before it."""
         before = {i: str(shape) for i, shape in sorted(shapes.items()) if i <= index}
-        return self.store.key("compensated fit", self.blocks[index], shapes=before)
+        return self.store.key("compensated fit", self.blocks[index], shapes=before, layout=SCHEMA_VERSION)
 
     def load_fits(
         self, shapes: Shapes, keys: Mapping[int, Mapping[str, Any]]
@@ -185,21 +185,22 @@ def build_replacement(block: Block, neurons: Neurons | None, shape: Shape, fitte
     """The module of one fit, in float64."""
     module = empty_replacement(block, neurons, shape)
     with torch.no_grad():
-        module.bias.copy_(fitted.bias)
+        module.output_bias.copy_(fitted.bias)
         if shape.rank is None:
             assert fitted.outputs is not None
-            module.weight.copy_(fitted.outputs)
+            module.linear.weight.copy_(fitted.outputs)
         elif shape.rank > 0:
             assert fitted.inputs is not None
             assert fitted.outputs is not None
             # Factors of equal size stay within the range of half precision.
             sizes = fitted.outputs.norm(dim=0) / fitted.inputs.norm(dim=0).clamp_min(1e-30)
             balance = sizes.sqrt().clamp(1e-6, 1e6)
-            module.down.copy_((fitted.inputs * balance).T)
-            module.up.copy_(fitted.outputs / balance)
+            module.down.weight.copy_((fitted.inputs * balance).T)
+            module.up.weight.copy_(fitted.outputs / balance)
         if shape.neurons:
             assert neurons is not None
             for name, matrix in neurons.matrices().items():
-                getattr(module, name).copy_(matrix[fitted.kept.to(matrix.device)])
-            module.outer.copy_(fitted.outer.T)
+                part, _, kind = name.partition("_")  # such as inner, or inner_bias
+                module.get_parameter(f"{part}.{kind or 'weight'}").copy_(matrix[fitted.kept.to(matrix.device)])
+            module.outer.weight.copy_(fitted.outer.T)
     return module

@@ -273,7 +273,7 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("DIRECTORY")
 ```
 
-Loading it with neither fails with an error; it never loads with random blocks.
+Loading it with neither fails with an error, whatever flags are given: without that code its blocks would be random.
 """
 GGUF = """Exported from a local copy, as a file that llama.cpp reads:
 

@@ -61,6 +61,8 @@ class SavedRecord(Versioned):
     source: Source
     parameters: Parameters
     blocks: list[SavedBlock]
+    compressed_sha256: str | None = None
+    weights_match: bool | None = None
 
 
 class Record(Versioned):
@@ -100,9 +102,11 @@ class Record(Versioned):
     verification_looks: int | None = None
     timings: dict[str, float] = Field(default_factory=dict)
     out: str | None = None
+    compressed_sha256: str | None = None  # of the weights that were written or checked, as `hash_stored` computes it
+    # of `compress info` alone
+    weights_match: bool | None = None
     # of a check alone
     directory: str | None = None
-    compressed_sha256: str | None = None
     tokenizer_sha256: str | None = None
     baseline_written: str | None = None
 
@@ -163,6 +167,21 @@ def read_record(directory: Path) -> Record | SavedRecord:
         return (SavedRecord if values.get("perplexity") is None else Record).model_validate(values)
     except ValidationError as error:
         raise InputError(f"{file} is not a compression record of schema 1: {list_mistakes(error)}") from error
+
+
+def weights_match(record: Record | SavedRecord, sha256: str | None) -> bool | None:
+    """Whether weights of this hash are those that the record describes; None where either hash is not known."""
+    return None if None in (record.compressed_sha256, sha256) else record.compressed_sha256 == sha256
+
+
+def refuse_other_weights(directory: str | Path, record: Record | SavedRecord, sha256: str | None) -> None:
+    """Refuse a checkpoint whose weights, of this hash, were changed after the record was written."""
+    if weights_match(record, sha256) is False:
+        hashes = f"sha256 {str(sha256)[:12]}…, recorded {str(record.compressed_sha256)[:12]}…"
+        raise InputError(
+            f"the weights of {directory} are not those of its {RECORD} ({hashes}): its figures are of other weights; "
+            "copy or make the checkpoint again, or write changed weights with compressor.save"
+        )
 
 
 def list_mistakes(error: ValidationError, most: int = 8) -> str:

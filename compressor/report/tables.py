@@ -274,9 +274,22 @@ def info_lines(record: Record | SavedRecord) -> list[str]:
     lines = [f"made from {source.model} ({source.model_type}) by compressor {record.tool.version}"]
     if isinstance(record, Record):
         figures = [*text_lines(record), *task_lines(record), *generation_lines(record)]
-        return [*lines, *notes(record), *figures, parameters_line(record.parameters)]
+        return [*lines, *notes(record), *figures, parameters_line(record.parameters), *weights_lines(record)]
     replaced = [f"{block.path}: {name_replacement(block.replacement)}" for block in record.blocks]
-    return [*lines, *replaced, "no measurements are recorded: it was saved through the Python API"]
+    unmeasured = "no measurements are recorded: it was saved through the Python API"
+    return [*lines, *replaced, unmeasured, *weights_lines(record)]
+
+
+def weights_lines(record: Record | SavedRecord) -> list[str]:
+    """Whether the weights are those that the record describes."""
+    if record.compressed_sha256 is None:
+        return ["weights: the record has no hash of them, so it cannot be said whether they are the ones it describes"]
+    short = f"sha256 {record.compressed_sha256[:12]}…"
+    if record.weights_match is None:
+        return [f"weights: not here (recorded: {short})"]
+    return [
+        f"weights: as recorded ({short})" if record.weights_match else f"weights: NOT those of the record ({short})"
+    ]
 
 
 def export_lines(record: ExportRecord) -> list[str]:

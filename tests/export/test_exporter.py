@@ -303,7 +303,7 @@ def test_a_model_that_was_trained_on_and_saved_again(compress: Compress, to: str
     assert not (tmp_path / "small" / "compression.json").exists()
     with torch.no_grad():
         for module in replacements(model).values():
-            module.bias.add_(0.1)
+            module.output_bias.add_(0.1)
     model.save_pretrained(tmp_path / "tuned")
     tiny_tokenizer().save_pretrained(tmp_path / "tuned")
     done = compress("export", tmp_path / "tuned", "--to", to, "--out", tmp_path / "out")

@@ -220,7 +220,7 @@ def test_a_graph_of_other_weights_fails_the_check(written: Callable[[str], Writt
     changed = compressed("gpt2", LINEAR_SHAPES)
     assert check_graph(done.directory / FILE, compute_cases(changed), cached=True) < 1e-5
     with torch.no_grad():
-        changed.transformer.h[1].mlp.bias[3] += 0.01
+        changed.transformer.h[1].mlp.output_bias[3] += 0.01
     with pytest.raises(GraphRejected, match="differ by"):
         check_graph(done.directory / FILE, compute_cases(changed), cached=True)
 

@@ -107,7 +107,7 @@ def test_blocks_of_a_patched_model_are_found_again(family: str) -> None:
     ]
     assert again[0].parameters == WIDTH * (2 * 2 + 1)
     rows = run(model, again)[0]
-    expected = rows.x @ (replacement.up @ replacement.down).T + replacement.bias
+    expected = rows.x @ (replacement.up.weight @ replacement.down.weight).T + replacement.output_bias
     torch.testing.assert_close(rows.y, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 from zoo import WIDTH, compressed, logits, random_replacement, stored, tiny_model, tiny_tokenizer, tokens, write
 
 from compressor.modeling_compressor import FILE_NAME, Replacement
@@ -151,6 +151,19 @@ def test_what_people_do_with_a_loaded_model(family: str, tmp_path: Path) -> None
         assert not torch.equal(logits(again), expected)
 
 
+def test_the_trusted_config_has_no_note(llama: tuple[Path, Any]) -> None:
+    """So loading with trust needs no method of the quantizer that a later transformers may not call."""
+    raw = json.loads((llama[0] / "config.json").read_text())
+    assert "trust_remote_code=True" in raw["transformers_weights"]
+    stock = AutoConfig.from_pretrained(llama[0])
+    trusted = AutoConfig.from_pretrained(llama[0], trust_remote_code=True)
+    assert stock.transformers_weights == raw["transformers_weights"]
+    assert not hasattr(trusted, "transformers_weights")
+    given = AutoModelForCausalLM.from_pretrained(llama[0], config=stock)
+    assert torch.equal(logits(given), logits(llama[1]))
+    assert hasattr(stock, "transformers_weights")  # what the caller gave is not changed
+
+
 def test_disk_offload(llama: tuple[Path, Any], tmp_path: Path) -> None:
     directory, model = llama
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
@@ -165,7 +178,7 @@ def test_disk_offload(llama: tuple[Path, Any], tmp_path: Path) -> None:
 def test_a_training_step(llama: tuple[Path, Any]) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama[0])
     model(tokens(), labels=tokens()).loss.backward()
-    gradient = model.model.layers[1].mlp.down.grad
+    gradient = model.model.layers[1].mlp.down.weight.grad
     assert gradient is not None
     assert gradient.abs().max() > 0
 
@@ -187,7 +200,8 @@ EXTRA = Replacement(WIDTH, 4).spec()
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (set_path(["quantization_config", "schema_version"], 2), "schema_version 2"),
+        (set_path(["quantization_config", "schema_version"], 3), "schema_version 3"),
+        (set_path(["quantization_config", "schema_version"], 0), "schema_version 0"),
         (set_path(["quantization_config", "bits"], 4), "unknown keys: bits"),
         (set_path([*SPEC, "colour"], 1), "colour"),
         (set_path([*SPEC, "neurons"], 8), "8 neurons with activation None"),

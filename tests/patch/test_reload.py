@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from zoo import FAMILIES, LINEAR_SHAPES, REPRESENTATIVE, SHAPES, compressed, logits, stored, tokens, write
 
-from compressor.modeling_compressor import FILE_NAME
+from compressor.modeling_compressor import FILE_NAME, CompressedModelForCausalLM
 from compressor.patch.tree import specs
 
 RELOAD = Path(__file__).parents[1] / "reload.py"
@@ -97,7 +97,33 @@ def test_saved_again_by_a_process_without_the_package(
 def test_neither_package_nor_trust_fails_loudly(
     family: str, checkpoints: dict[str, tuple[Path, Tensor]], reload: Callable[[str], Results]
 ) -> None:
-    assert "size" in reload("without")[f"{checkpoints[family][0]}-refused"]
+    """Whatever flags are given: transformers itself advises ignore_mismatched_sizes=True where sizes do not fit."""
+    plain, with_flag, without_note = reload("without")[f"{checkpoints[family][0]}-refused"]
+    assert "trust_remote_code=True" in plain
+    assert "trust_remote_code=True" in with_flag
+    assert "size" in without_note  # the second guard, for readers that do not look into config.json
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_new_model_of_the_config_has_the_compressed_shapes(
+    family: str, checkpoints: dict[str, tuple[Path, Tensor]], reload: Callable[[str], Results]
+) -> None:
+    directory, _ = checkpoints[family]
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    assert reload("without")[f"{directory}-shapes"] == shapes
+    new = CompressedModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+    assert {name: parameter.shape for name, parameter in new.named_parameters()} == shapes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_backbone_reloads_alone_and_in_a_causal_model(
+    family: str, checkpoints: dict[str, tuple[Path, Tensor]], reload: Callable[[str], Results]
+) -> None:
+    directory, _ = checkpoints[family]
+    expected, alone, within = reload("without")[f"{directory}-backbone"]
+    assert torch.equal(alone, expected)
+    assert torch.equal(within, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

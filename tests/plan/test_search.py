@@ -243,7 +243,7 @@ def test_fits_go_on_where_they_stopped(
             assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again[index].parameters(), strict=True))
     other = fitter.fit_in_order({**shapes, 2: Shape(None)})  # another plan that begins in the same way
     assert set(fitted) == {0, 1, 2}
-    assert torch.equal(other[1].bias, whole[1].bias)
+    assert torch.equal(other[1].output_bias, whole[1].output_bias)
     assert torch.equal(logits(model), before)
 
 

@@ -72,10 +72,13 @@ def test_blocks_that_must_not_be_touched_are_named() -> None:
 
 
 def test_a_model_without_measurements_says_so() -> None:
-    head, block, end = tables.info_lines(saved())
+    head, block, end, weights = tables.info_lines(saved())
     assert head == "made from /home/me/gpt2 (gpt2) by compressor 0.1.0"
     assert block == "transformer.h.0.mlp: hybrid 5 rank 3"
     assert end.startswith("no measurements are recorded")
+    assert weights.startswith("weights: the record has no hash")
+    known = saved().model_copy(update={"compressed_sha256": "0123456789abcdef", "weights_match": False})
+    assert tables.info_lines(known)[-1] == "weights: NOT those of the record (sha256 0123456789ab…)"
 
 
 def test_block_numbers_are_drawn_together() -> None:
