@@ -179,7 +179,7 @@ def test_code_that_came_with_a_model_belongs_to_its_identity(saved: Path, tmp_pa
         (directory / "modeling_foreign.py").write_text(FOREIGN)
         (directory / "parts.py").write_text(f"SCALE = {scale}\n")
         found.append(identify(load_model(str(directory), trust_remote_code=True)[0]))
-    assert found[0]["code"] and found[0]["code"] != found[1]["code"]
+    assert None is not found[0]["code"] != found[1]["code"]
     assert found[0]["code"] == found[2]["code"]
     assert found[0]["weights"] == found[1]["weights"]
     assert identify(load_model(str(saved))[0])["code"] is None
