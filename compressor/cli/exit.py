@@ -10,6 +10,7 @@ from contextlib import nullcontext, redirect_stderr
 from types import ModuleType
 from typing import Any, NoReturn
 
+from compressor.cli.streams import patient_streams
 from compressor.runtime.errors import DONE, INTERRUPTED, refuse_invalid_utf8, report_error
 from compressor.runtime.interrupts import handle_interrupts
 
@@ -17,10 +18,11 @@ from compressor.runtime.interrupts import handle_interrupts
 def run_and_exit(command: Callable[[], Any], words: Sequence[str]) -> NoReturn:
     """Run the command that was called with these arguments, and exit the process with its code."""
     resumes = "--no-cache" not in words and words[:1] not in (["export"], ["push"], ["info"])
-    with handle_interrupts(resumes, is_first_to_fail) as caught:
+    with patient_streams(), handle_interrupts(resumes, is_first_to_fail) as caught:
         try:
             refuse_invalid_utf8([*words, os.getcwd()])
             code = command()
+            sys.stdout.flush()  # a full disk is noticed here
             if code == INTERRUPTED:  # typer returns this code for an interrupt and prints nothing
                 code = caught.print_line()
         except KeyboardInterrupt:
@@ -30,10 +32,10 @@ def run_and_exit(command: Callable[[], Any], words: Sequence[str]) -> NoReturn:
                 raise
             with nullcontext() if caught.number or is_first_to_fail() else redirect_stderr(io.StringIO()):
                 code = caught.print_line() if caught.number else report_error(describe_failure(error))
-    if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        sys.stdout.flush()  # a failed check has printed its table
-        sys.stderr.flush()
-        os._exit(code)  # an orderly exit would wait for the other processes, which may be gone
+        if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            sys.stdout.flush()  # a failed check has printed its table
+            sys.stderr.flush()
+            os._exit(code)  # an orderly exit would wait for the other processes, which may be gone
     sys.exit(code or DONE)
 
 

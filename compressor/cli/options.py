@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import typer
 
-from compressor.pipelines.recipe import Recipe
+from compressor.pipelines.recipe import UNRECORDED, Recipe
 
 Values = dict[str, Any]  # what was given on the command line, by key of the recipe; None: it was not given
 Json = Annotated[bool, typer.Option("--json", help="print the report alone, as JSON")]
@@ -65,6 +65,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("text", "confidence", "seq_len", "verify_tokens", *TASKS, "batch_size", "seed", *MACHINE, *RUN),
     ),
 }
+# The commands that go by what a file recorded: where an option comes from that is not given.
+RECORDED = {"apply": "as in PLAN", "check": "as recorded"}
 ARGUMENTS = ("model",)  # fields of the recipe that are given without the name of an option
 # Help texts that differ from the description of the field.
 HELP = {
@@ -122,6 +124,8 @@ def recipe_parameter(command: str, name: str) -> Parameter:
         flag = f"--{name.replace('_', '-')}"
         both = f"{flag}/--no-{flag[2:]}"
         info = typer.Option(both if field.default is None else flag, help=text, show_default=False)
+    elif command in RECORDED and name not in UNRECORDED:
+        info = typer.Option(help=f"{str(text).partition('  [')[0]}  [{RECORDED[command]}]")
     else:
         info = typer.Option(help=text if field.default is None else f"{text}  [{field.default}]")
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info])

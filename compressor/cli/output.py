@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
+import json
 import re
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from compressor.runtime.errors import visible
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 # JSON escapes only the control characters below a space; these command a terminal as well, or cannot be encoded.
 UNPRINTABLE = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
+NOT_ASCII = re.compile("[\x7f-\U0010ffff]")
+
 
 class EscapedTable:
     """A table in whose cells control characters are escaped."""
@@ -31,8 +35,13 @@ class EscapedTable:
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
 
-def emit(record: Part, as_json: bool, lines: list[str], table: Table | list[Table] | None) -> None:
-    """Print the record as JSON, or the tables and the lines. Of several processes only the first prints."""
+def emit(
+    record: Part, as_json: bool, lines: list[str], table: Table | list[Table] | None, *, without: str | None = None
+) -> None:
+    """Print the record as JSON, or the tables and the lines. Of several processes only the first prints.
+
+    `without` is a key of the record that its JSON leaves out.
+    """
     from compressor.runtime import distributed
 
     first = distributed.rank() == 0
@@ -42,7 +51,9 @@ def emit(record: Part, as_json: bool, lines: list[str], table: Table | list[Tabl
     if as_json:
         from compressor.runtime.outputs import to_json
 
-        print(UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", to_json(record.to_json_value())))
+        value = {key: part for key, part in record.to_json_value().items() if key != without}
+        escaped = UNPRINTABLE if is_utf8(sys.stdout) else NOT_ASCII
+        print(escaped.sub(lambda match: json.dumps(match[0])[1:-1], to_json(value)))
         return
     from rich.console import Console
 
@@ -52,6 +63,11 @@ def emit(record: Part, as_json: bool, lines: list[str], table: Table | list[Tabl
         console.print()
     for line in lines:
         console.print(escape_line(line), markup=False, soft_wrap=True)
+
+
+def is_utf8(stream: TextIO) -> bool:
+    """Whether a stream takes every character; one that is no file takes text as it is."""
+    return stream.encoding is None or codecs.lookup(stream.encoding).name.startswith("utf")
 
 
 def escape_line(text: str) -> str:

@@ -27,6 +27,7 @@ from compressor.models.load import quiet
 from compressor.models.offload import device_of
 from compressor.models.source import context_length
 from compressor.runtime.context import RunContext
+from compressor.runtime.datasets_cache import provide_datasets_cache
 from compressor.runtime.errors import InputError, reason_of
 from compressor.runtime.network import why_unreachable
 from compressor.runtime.progress import Progress
@@ -94,6 +95,7 @@ def load_task(file: TaskFile, limit: int | None, offline: str | None, trusted: b
         from lm_eval.tasks import TaskManager
         from lm_eval.tasks._yaml_loader import load_yaml
 
+        provide_datasets_cache()
         if not trusted:
             refuse_foreign_metrics(file)
         try:

@@ -19,7 +19,7 @@ from compressor.export.onnx import require_packages, write_onnx
 from compressor.export.stock import build_empty, convert_to_stock, stock_config
 from compressor.modeling_compressor import replacements
 from compressor.models.load import load_model, quiet
-from compressor.models.source import source_of
+from compressor.models.source import source_of, stored_dtype
 from compressor.patch.checkpoint import count_parameters, write_checkpoint
 from compressor.patch.verify import compare_logits, verify_written
 from compressor.report.card import export_card
@@ -144,7 +144,7 @@ def pick_dtype(request: ExportRequest, model: Any, dtypes: tuple[str, ...]) -> s
         return request.dtype
     if request.to == "hf-dense" and model.config.model_type not in LLAMA_TYPES:
         return "f32"
-    stored = DTYPE_NAMES.get(source_of(model).dtype, "f32")
+    stored = DTYPE_NAMES.get(stored_dtype(model), "f32")
     return stored if stored in dtypes else dtypes[0]
 
 

@@ -35,7 +35,7 @@ def push(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> PushRecord:
-    """Check the checkpoint, then send it. With `dry_run` or without a token nothing is sent, and the record says so."""
+    """Check the checkpoint, then send it. With `dry_run` nothing is sent, and the record says so."""
     refuse_names(repo, branch)
     upload = collect_upload(Path(directory), repo)
     files = [PushedFile(path=name, bytes=size) for name, size in upload.sizes().items()]
@@ -51,8 +51,10 @@ def push(
         card=upload.metadata,
         sent=False,
     )
-    if dry_run or get_token() is None:
-        return record.model_copy(update={"reason": "--dry-run" if dry_run else f"there is no token; {LOG_IN}"})
+    if dry_run:
+        return record.model_copy(update={"reason": "--dry-run"})
+    if get_token() is None:
+        raise InputError(f"nothing was sent, for there is no token; {LOG_IN}, or list the files with --dry-run")
     with explaining_refusals(repo, branch):
         api = open_client()
         (progress or Progress()).say(f"send {format_bytes(record.bytes)} to {repo}")

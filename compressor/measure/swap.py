@@ -21,7 +21,7 @@ from compressor.measure.profile import BlockProfile, Profile
 from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import Block, Rows, capture_rows, placement_of
 from compressor.models.residual import Stream, measure_stream_gain, open_stream
-from compressor.models.source import identify, source_of
+from compressor.models.source import identify, stored_dtype
 from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import as_stored, patched
 from compressor.runtime.cache import Tensors, cache_key
@@ -213,4 +213,4 @@ def linear_module(model: Any, p: BlockProfile) -> Replacement:
         linear = p.linear
         module.linear.weight.copy_(linear.weight.T)
         module.output_bias.copy_(linear.bias)
-    return as_stored(module, model, p.block, source_of(model).dtype)
+    return as_stored(module, model, p.block, stored_dtype(model))

@@ -38,7 +38,7 @@ from compressor.models.config_check import CONFIG_BYTES, check_config_fits, refu
 from compressor.models.hub import MODEL_ALTERNATIVES, Snapshot, open_snapshot
 from compressor.models.offload import offload_to_disk
 from compressor.models.safetensors_files import Shard, find_shards, hash_weights, list_tensors, main_dtype
-from compressor.models.source import SOURCE_ATTRIBUTE, Source
+from compressor.models.source import Source, record_source
 from compressor.runtime import distributed
 from compressor.runtime.errors import InputError, reason_of
 from compressor.runtime.names import DEMO
@@ -106,7 +106,7 @@ def load_model(
         run_short_pass(loaded)
     source = Source(name, snapshot.commit if snapshot else None, config.model_type, sha256, stored)
     loaded.config.name_or_path = loaded.name_or_path = tokenizer.name_or_path = name
-    setattr(loaded, SOURCE_ATTRIBUTE, source)
+    record_source(loaded, source)
     return loaded, tokenizer
 
 

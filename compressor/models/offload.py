@@ -133,6 +133,16 @@ def disk_weights_of(model: Any) -> DiskWeights | None:
     return weights if isinstance(weights, DiskWeights) else None
 
 
+def is_as_stored(weights: DiskWeights, name: str, parameter: Tensor) -> bool:
+    """Whether this parameter of the model is one that is on disk, and was not changed since it was read."""
+    stored = weights.tensors.get(name)
+    if stored is None:
+        return False
+    module, own_name = stored.owners[0]
+    unchanged = parameter is stored.placeholder or parameter._version == 0
+    return module._parameters[own_name] is parameter and unchanged
+
+
 def device_of(model: Any) -> torch.device:
     """The device that the model computes on."""
     weights = disk_weights_of(model)

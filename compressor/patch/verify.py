@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compressor.models.load import keep_weights_on_disk, load_config, load_weights, quiet
 from compressor.models.offload import device_of, disk_weights_of
-from compressor.models.source import source_of
+from compressor.models.source import stored_dtype
 from compressor.runtime.errors import InputError
 from compressor.runtime.progress import Progress
 from compressor.runtime.resources import available_memory
@@ -53,7 +53,7 @@ def verify_written(
         keep_weights_on_disk(reloaded, device_of(model))
     else:
         reloaded.to(device_of(model))
-    return compare_logits(model, reloaded, tokens, stored or source_of(model).dtype)
+    return compare_logits(model, reloaded, tokens, stored or stored_dtype(model))
 
 
 def compare_logits(model: Any, other: Any, tokens: Tensor, stored: torch.dtype) -> float:

@@ -16,7 +16,7 @@ from compressor.evaluate.budget import Budget
 from compressor.evaluate.evaluator import Assessment, Evaluator
 from compressor.evaluate.generation import GenerationCheck
 from compressor.evaluate.perplexity import PerplexityChange
-from compressor.evaluate.speed import Speed
+from compressor.evaluate.speed import PairedTimes, Speed
 from compressor.evaluate.tasks import Task, TaskChange
 from compressor.export.llama import LLAMA_TYPES
 from compressor.modeling_compressor import Replacement, specs
@@ -124,11 +124,24 @@ def describe_calibration(calibration: Calibration) -> parts.Agreement:
 
 def describe_speed(speed: Speed) -> parts.Speed:
     return parts.Speed(
-        **asdict(speed),
+        flops_before=speed.flops_before,
+        flops_after=speed.flops_after,
         flops_ratio=speed.flops_ratio,
-        prefill_ratio=speed.prefill_ratio,
-        decode_ratio=speed.decode_ratio,
+        seq_len=speed.seq_len,
+        **describe_times("prefill", speed.prefill),
+        **describe_times("decode", speed.decode),
     )
+
+
+def describe_times(name: str, times: PairedTimes | None) -> dict[str, Any]:
+    """Tokens per second, and their ratio with its interval."""
+    return {
+        f"{name}_before": 1 / times.before if times else None,
+        f"{name}_after": 1 / times.after if times else None,
+        f"{name}_ratio": times.ratio if times else None,
+        f"{name}_ratio_ci95": times.ci95 if times else None,
+        f"{name}_pairs": times.pairs if times else None,
+    }
 
 
 def describe_change(change: PerplexityChange) -> parts.PerplexityChange:

@@ -24,7 +24,7 @@ from compressor.measure.verdicts import SAFE_NATS
 from compressor.models.blocks import find_blocks
 from compressor.models.layer_check import check_layers
 from compressor.models.load import load_model, quiet
-from compressor.models.source import context_length, source_of
+from compressor.models.source import context_length, source_of, stored_dtype
 from compressor.patch.checkpoint import count_parameters, refuse_foreign_code
 from compressor.pipelines.recipe import Recipe
 from compressor.runtime import distributed
@@ -228,5 +228,5 @@ def reserved_out(recipe: Recipe, context: RunContext) -> AbstractContextManager[
 
 def require_room(job: Job, out: Path) -> None:
     """The result is at most as large as its source; the figures and the page are small."""
-    weights = count_parameters(job.model) * source_of(job.model).dtype.itemsize
+    weights = count_parameters(job.model) * stored_dtype(job.model).itemsize
     job.context.progress.say(require_disk("the result", weights + REPORT_BYTES, out, "name another --out"))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 
 from compressor.models.load import quiet
-from compressor.models.source import source_of
+from compressor.models.source import source_of, stored_dtype
 from compressor.patch.checkpoint import write_checkpoint
 from compressor.patch.verify import first_tokens, verify_written
 from compressor.pipelines.describe import describe_model
@@ -61,7 +61,7 @@ def write_result(
         return record
     with reporting_disk_errors(target), whole_directory(target) as partial:
         with quiet():
-            write_checkpoint(model, tokenizer, partial, dtype=source_of(model).dtype)
+            write_checkpoint(model, tokenizer, partial, dtype=stored_dtype(model))
         verify_written(partial, model, first_tokens(model) if tokens is None else tokens, progress)
         record = cast(AnyRecord, record.model_copy(update={"compressed_sha256": hash_stored(partial)}))
         write_json(partial / RECORD, record.to_json_value())

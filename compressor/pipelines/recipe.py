@@ -58,6 +58,7 @@ def check_each(words: list[str] | None, parse: Callable[[str], object]) -> list[
     return words
 
 
+UNRECORDED = ("out", "overwrite", "device", "batch_size")  # keys that do not determine the result
 Words = Annotated[list[str], BeforeValidator(as_words), Field(min_length=1)]
 Amounts = Annotated[list[str], BeforeValidator(as_amounts), Field(min_length=1)]
 
@@ -173,7 +174,7 @@ class Recipe(BaseModel):
 
     def settings(self) -> dict[str, Any]:
         """The keys that determine the result, without where it goes."""
-        return self.model_dump(exclude={"out", "overwrite", "device", "batch_size"}, exclude_none=True)
+        return self.model_dump(exclude=set(UNRECORDED), exclude_none=True)
 
 
 def resolve(file: Path | None, options: dict[str, Any]) -> Recipe:

@@ -14,7 +14,7 @@ from compressor.modeling_compressor import SCHEMA_VERSION, Replacement, restore,
 from compressor.models.blocks import Block
 from compressor.models.neurons import Neurons
 from compressor.models.residual import Stream, calibration_streams, measure_stream_gain
-from compressor.models.source import source_of
+from compressor.models.source import stored_dtype
 from compressor.patch.tree import as_stored
 from compressor.plan.candidates import BlockCandidates, fit_shape, kept_sets, output_weights
 from compressor.plan.moments_store import MomentsStore, collect_moments, output_bias
@@ -34,7 +34,7 @@ class Fitter:
         self.store, self.candidates = store, candidates
         self.model: Any = store.model
         self.blocks, self.progress = store.blocks, store.progress
-        self.dtype = source_of(self.model).dtype
+        self.dtype = stored_dtype(self.model)
         self.device = moments_device(self.model)
         self.start: list[Stream] | None = None  # streams of the original model, reused for later layers
         # Those of the last plan: the next one shares most of them.

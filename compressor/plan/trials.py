@@ -12,6 +12,7 @@ from compressor.evaluate.budget import text_prefix
 from compressor.evaluate.perplexity import Losses, PerplexityChange, compare_parts, evaluate
 from compressor.evaluate.speed import is_slower
 from compressor.modeling_compressor import Replacement
+from compressor.models.blocks import Block, modules_of
 from compressor.patch.tree import patched
 from compressor.plan.candidates import BlockCandidates
 from compressor.plan.fit import Fitter
@@ -19,6 +20,7 @@ from compressor.plan.moments_store import MomentsStore
 from compressor.plan.shapes import Shape, Shapes, list_shapes
 from compressor.runtime import distributed
 from compressor.runtime.cache import Tensors
+from compressor.runtime.environment import identify_machine
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class TrialRunner:
         self.text, self.blocks, self.context = store.text, store.blocks, store.context
         self.before: Losses | None = None
         self.tried: dict[tuple[Any, ...], Trial] = {}
-        self.slow: dict[Shape, bool] = {}  # whether a shape runs slower than the block it replaces
+        self.slow: dict[tuple[str, Shape], bool] = {}  # by the path of a block: whether a shape runs slower than it
         self.compensated: dict[tuple[Any, ...], dict[int, Replacement]] = {}
 
     def attempt(self, shapes: Shapes, predicted: float, *, compensated: bool = False) -> Trial:
@@ -82,24 +84,31 @@ class TrialRunner:
         return self.compensated[key]
 
     def is_slower(self, shape: Shape, index: int, shapes: Shapes) -> bool:
-        """Whether a shape takes longer than the block it replaces.
+        """Whether a shape takes longer than the block it replaces, on this machine.
 
-        The result is cached: a run that continues after an interruption must come to the same plan.
+        The result is cached: a run that continues after an interruption must come to the same plan. Blocks that are
+        built alike share it: to time each of them would be to give the same answer more chances to be wrong.
         """
-        if shape not in self.slow:
+        like = self.first_built_like(self.blocks[index])
+        if (like.path, shape) not in self.slow:
             module = self.fit_modules(shapes, False)[index]
 
             def run() -> Tensors:
-                # Timed twice: a shape must not be refused because the machine was busy for a moment.
-                return {
-                    "slower": torch.tensor(all(is_slower(self.model, self.blocks[index], module) for _ in range(2)))
-                }
+                return {"slower": torch.tensor(is_slower(self.model, self.blocks[index], module))}
 
-            key = self.store.key("slower", self.blocks[0], shape=str(shape))
-            self.slow[shape] = bool(
+            key = self.store.key("slower", like, shape=str(shape), machine=identify_machine())
+            self.slow[like.path, shape] = bool(
                 self.context.cache.get("", key, lambda: distributed.compute_on_first(run))["slower"]
             )
-        return self.slow[shape]
+        return self.slow[like.path, shape]
+
+    def first_built_like(self, block: Block) -> Block:
+        """The first block with the same modules of the same sizes."""
+
+        def build(other: Block) -> tuple[Any, ...]:
+            return other.width, other.parameters, *map(repr, modules_of(self.model, other))
+
+        return next(other for other in self.blocks if build(other) == build(block))
 
     def trials(self) -> list[Trial]:
         return list(self.tried.values())

@@ -86,8 +86,9 @@ def search_and_verify(planner: Planner, evaluator: Evaluator, source: Measured) 
 
 def measure_plan(planner: Planner, evaluator: Evaluator, plan: Plan) -> Losses:
     """The losses of a plan on the verification text."""
+    identity = identify_patched(planner.model, plan.fits)
     with patched(planner.model, planner.blocks, plan.fits):
-        return evaluator.measure_losses(planner.model, "verify", identify_patched(planner.model, plan.fits))
+        return evaluator.measure_losses(planner.model, "verify", identity)
 
 
 def share_used(limits: Limits, texts: Mapping[str, PerplexityChange]) -> float:

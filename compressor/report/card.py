@@ -7,7 +7,7 @@ from huggingface_hub import ModelCardData
 
 from compressor.report.card_metadata import clean_name, list_problems, list_scores, name_text, remove_markup, text_words
 from compressor.report.export_record import ExportRecord
-from compressor.report.formats import last_part, name_replacement
+from compressor.report.formats import SAME_SPEED, last_part, name_replacement, ratio_interval
 from compressor.report.record import Record, SavedRecord
 from compressor.report.record_parts import Block, SavedBlock, Source, Speed, TextResult, present
 from compressor.report.tables import task_row, text_row
@@ -173,12 +173,12 @@ def promise_scope(record: Record) -> str:
 
 def speed_rows(speed: Speed) -> list[list[str]]:
     rows = [["FLOPs per token", f"{speed.flops_before:,}", f"{speed.flops_after:,}", f"{speed.flops_ratio:.3f}× fewer"]]
-    for name, before, after, ratio in (
-        ("prefill, tokens/s", speed.prefill_before, speed.prefill_after, speed.prefill_ratio),
-        ("decoding, tokens/s", speed.decode_before, speed.decode_after, speed.decode_ratio),
-    ):
-        if ratio:
-            rows.append([name, f"{present(before):,.0f}", f"{present(after):,.0f}", f"{ratio:.3f}× as fast"])
+    for step in speed.steps:
+        if step.differs:
+            figures = [f"{step.before:,.0f}", f"{step.after:,.0f}", f"{step.ratio:.3f}× as fast"]
+        else:
+            figures = ["", "", SAME_SPEED]
+        rows.append([f"{step.name}, tokens/s", *figures, ratio_interval(step.ci95)])
     return rows
 
 

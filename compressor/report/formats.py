@@ -10,6 +10,7 @@ from compressor.report.record_parts import Replacement, TaskResult
 
 MISSING = "–"
 HUGE = 1e15
+SAME_SPEED = "no difference that this machine can tell"
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -46,6 +47,11 @@ def percent(value: Any, digits: int = 1) -> str:
 
 def interval(pair: Sequence[float] | None) -> str:
     return " … ".join(num(end, "+") for end in pair) if pair else MISSING
+
+
+def ratio_interval(pair: Sequence[float]) -> str:
+    """The interval of a ratio: 0.970–1.040×."""
+    return f"{'–'.join(num(end) for end in pair)}×"
 
 
 def last_part(path: str | None) -> str:

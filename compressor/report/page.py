@@ -22,6 +22,7 @@ from compressor.report.chart_style import DARK, VEGA_LITE, Chart
 from compressor.report.charts import charts_of
 from compressor.report.formats import (
     MISSING,
+    SAME_SPEED,
     block_numbers,
     chosen_elsewhere,
     interval,
@@ -30,6 +31,7 @@ from compressor.report.formats import (
     name_replacement,
     num,
     percent,
+    ratio_interval,
 )
 from compressor.report.record import ProfileSet, Record
 from compressor.report.record_parts import Block, Sample, TopRow
@@ -180,11 +182,11 @@ def environment() -> Environment:
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     filters: dict[str, Callable[..., Any]] = {
         **{"num": num, "percent": percent, "interval": interval, "numbers": block_numbers, "files": name_files},
-        **{"signed": lambda value: num(value, "+"), "power": show_power, "quoted": repr},
+        **{"ratios": ratio_interval, "signed": lambda value: num(value, "+"), "power": show_power, "quoted": repr},
         **{"replacement": name_replacement, "around": text_around, "split": split_sample},
     }
     environment.filters |= filters
-    environment.globals |= {"outlier_blocks": outlier_blocks, "change": show_change}
+    environment.globals |= {"outlier_blocks": outlier_blocks, "change": show_change, "same_speed": SAME_SPEED}
     return environment
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text as Styled
 
 from compressor.report.export_record import ExportRecord, PushRecord
-from compressor.report.formats import MISSING, chosen_elsewhere, name_replacement
+from compressor.report.formats import MISSING, SAME_SPEED, chosen_elsewhere, name_replacement, ratio_interval
 from compressor.report.record import Record, SavedRecord
 from compressor.report.record_parts import Check, Parameters, PerplexityChange, TaskResult, TextResult, present
 from compressor.runtime.names import UNNAMED
@@ -228,16 +228,22 @@ def time_line(timings: Mapping[str, float]) -> str:
 
 
 def speed_lines(record: Record) -> list[str]:
+    """FLOPs counted, and the measured ratios that differ from 1 by more than the clock's noise; of others only that."""
     speed = record.speed
     if speed is None:
         return []
     flops = f"FLOPs per token {speed.flops_before:,} → {speed.flops_after:,}  ({speed.flops_ratio:.3f}× fewer)"
-    if not speed.prefill_ratio or not speed.decode_ratio:
-        return [f"{flops}; speed not measured, for the weights were on disk"]
-    return [
-        f"{flops}; measured in turns: prefill {speed.prefill_ratio:.3f}× as fast ({present(speed.prefill_after):.0f} "
-        f"tokens/s), decoding {speed.decode_ratio:.3f}× ({present(speed.decode_after):.0f} tokens/s)"
+    if not speed.steps:
+        why = "without an interval" if speed.prefill_ratio else "not measured, for the weights were on disk"
+        return [f"{flops}; speed {why}"]
+    told = [
+        f"{step.name} {step.ratio:.3f}× as fast (95 % {ratio_interval(step.ci95)}; {step.after:.0f} tokens/s)"
+        for step in speed.steps
+        if step.differs
     ]
+    alike = [f"{step.name} {ratio_interval(step.ci95)}" for step in speed.steps if not step.differs]
+    lines = [f"speed, measured in turns: {', '.join(told)}"] if told else []
+    return [flops, *lines, *([f"speed: {SAME_SPEED} ({', '.join(alike)})"] if alike else [])]
 
 
 def agreement_lines(record: Record) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compressor.runtime import distributed
 from compressor.runtime.errors import InputError
-from compressor.runtime.locks import owned_directory, remove_abandoned
+from compressor.runtime.locks import owned_directory, remove_abandoned, scratch_directory
 from compressor.runtime.outputs import sync
 from compressor.runtime.progress import Progress
 
@@ -31,6 +31,26 @@ def default_directory() -> Path:
     if named:
         return Path(named).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compressor"
+
+
+def open_cache(named: Path | None, progress: Progress) -> Cache:
+    """The cache in the directory that the user named, else in the default one.
+
+    A default that cannot be written, as in a read-only home, is no reason to stop: then measurements are kept in a
+    directory that is removed with the run.
+    """
+    if named or os.environ.get("COMPRESSOR_CACHE"):
+        return Cache(named or default_directory(), progress)
+    try:
+        directory = default_directory()
+        cache = Cache(directory, progress)
+        reason = None if os.access(directory, os.W_OK) else f"the cache {directory} cannot be written"
+    except (InputError, RuntimeError) as error:  # RuntimeError: this user has no home
+        reason = str(error).partition(";")[0]
+    if reason is None:
+        return cache
+    progress.say(f"warning: {reason}; measurements are kept only while this run lasts (--cache DIR keeps them)")
+    return Cache(scratch_directory(progress), progress)
 
 
 def cache_key(kind: str, model: Mapping[str, Any], text: str, **more: Any) -> dict[str, Any]:

@@ -94,8 +94,13 @@ def shorten(text: str, most: int = 200) -> str:
 def refuse_invalid_utf8(words: Iterable[str]) -> None:
     """Refuse names that are not UTF-8: they could not be written into the record."""
     for word in words:
-        if word != word.encode("utf-8", "replace").decode("utf-8"):
-            raise InputError(f"{word!r} is not UTF-8; rename the file or directory")
+        if word == word.encode("utf-8", "replace").decode("utf-8"):
+            continue
+        try:
+            name = os.fsencode(word).decode("utf-8")
+        except UnicodeError:
+            raise InputError(f"{word!r} is not UTF-8; rename the file or directory") from None
+        raise InputError(f"{name!r} cannot be opened in this locale, which is not UTF-8; set PYTHONUTF8=1")
 
 
 def visible(text: str) -> str:

@@ -38,6 +38,15 @@ def test_the_help_names_the_default_of_the_recipe() -> None:
             assert parameters[name].help.endswith(f"  [{field.default}]")
 
 
+@pytest.mark.parametrize(("command", "where"), [("check", "as recorded"), ("apply", "as in PLAN")])
+def test_the_help_of_what_goes_by_a_record_names_no_default_of_the_recipe(command: str, where: str) -> None:
+    own = {"out", "overwrite", "device", "batch_size", "low_memory", "model"}
+    for parameter in commands()[command].params:
+        if parameter.name in set(Recipe.model_fields) - own:
+            assert parameter.help.endswith(f"  [{where}]"), parameter.name
+            assert parameter.help.count("  [") == 1, parameter.name
+
+
 def test_a_switch_that_may_be_left_open_can_be_turned_off() -> None:
     parameters = {parameter.name: parameter for parameter in commands()["run"].params}
     assert (parameters["swap"].opts, parameters["swap"].secondary_opts) == (["--swap"], ["--no-swap"])

@@ -1,4 +1,4 @@
-"""`compress push`: whole checkpoints only, what compress writes only, in one commit; without a token a dry run."""
+"""`compress push`: whole checkpoints only, what compress writes only, in one commit; nothing without a token."""
 
 from __future__ import annotations
 
@@ -114,11 +114,20 @@ def checkpoint(compressed: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(compressed, tmp_path / "small"))
 
 
-def test_without_a_token_it_is_a_dry_run(compress: Compress, compressed: Path, tmp_path: Path) -> None:
+def test_without_a_token_nothing_is_sent_and_that_is_an_error(refused: Refused, compressed: Path) -> None:
     before = tree(compressed)
-    done = compress("push", compressed, "me/small")
+    for arguments in ([], ["--json"], ["--private"]):
+        line = refused("push", compressed, "me/small", *arguments)
+        assert "nothing was sent, for there is no token; log in with `hf auth login`" in line
+        assert "--dry-run" in line
+    assert tree(compressed) == before
+
+
+def test_a_dry_run_needs_no_token(compress: Compress, compressed: Path) -> None:
+    before = tree(compressed)
+    done = compress("push", compressed, "me/small", "--dry-run")
     assert done.code == 0, done.err
-    assert "nothing was sent: there is no token; log in with `hf auth login`" in done.out
+    assert "nothing was sent: --dry-run" in done.out
     written = {str(path.relative_to(compressed)) for path in compressed.rglob("*") if path.is_file()}
     assert all(name in done.out for name in written)
     assert "would be sent to me/small, branch main" in done.out

@@ -312,8 +312,11 @@ def test_the_record_has_speed_agreement_and_time(compressed: Path) -> None:
     record = json.loads((compressed / "compression.json").read_text())
     speed = record["speed"]
     assert speed["flops_before"] > speed["flops_after"] > 0
-    assert speed["prefill_ratio"] == pytest.approx(speed["prefill_after"] / speed["prefill_before"])
-    assert speed["decode_ratio"] > 0
+    for step in ("prefill", "decode"):
+        low, high = speed[f"{step}_ratio_ci95"]
+        assert 0 < low <= speed[f"{step}_ratio"] <= high
+        assert speed[f"{step}_pairs"] >= 6
+        assert min(speed[f"{step}_before"], speed[f"{step}_after"]) > 0
     assert len(record["agreement"]["blocks"]) == len(record["blocks"])
     assert record["timings"]["one_forward_pass"] > 0
     page = (compressed / "report.html").read_text()

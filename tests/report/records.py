@@ -80,7 +80,9 @@ def assessment_values(blocks: int = 7) -> Values:
     task |= {"drop_ci95": [-0.01, 0.03], "drop_upper": 0.03, "documents": 500, "changed": 14}
     predictions = [(0, 0.2, 0.31), (1, 0.01, 0.008), (2, 0.002, -0.001)]
     speed = {"flops_before": 7274496, "flops_after": 5881344, "flops_ratio": 1.237, "seq_len": 256}
-    speed |= {f"{name}_{when}": 299.5 for name in ("prefill", "decode") for when in ("before", "after", "ratio")}
+    speed |= {f"{name}_{when}": 299.5 for name in ("prefill", "decode") for when in ("before", "after")}
+    speed |= {"prefill_ratio": 1.155, "prefill_ratio_ci95": [1.12, 1.19], "prefill_pairs": 16}
+    speed |= {"decode_ratio": 1.039, "decode_ratio_ci95": [0.981, 1.094], "decode_pairs": 16}
     return {
         **common(blocks),
         "parameters": {"before": 3360192, "after": 3078336, "removed": 281856, "removed_fraction": 0.08388},

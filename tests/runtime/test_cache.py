@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compressor.evaluate import evaluator as assessing
-from compressor.runtime.cache import Cache, default_directory
+from compressor.runtime.cache import Cache, default_directory, open_cache
 from compressor.runtime.errors import InputError
 from compressor.runtime.locks import owned_directory
 from compressor.runtime.progress import Progress
@@ -437,3 +437,41 @@ def test_a_cache_that_cannot_be_made_is_bad_input(compress: Compress, compressed
     assert done.code == 2
     assert len(done.errors) == 1
     assert "cannot be made" in done.errors[0]
+
+
+def test_a_home_that_cannot_be_written_costs_a_warning(
+    spoken: Spoken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.touch()
+    for name in ("COMPRESSOR_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    cache = open_cache(None, spoken)
+    assert [line.startswith("warning: the cache") for line in spoken.lines] == [True]
+    assert same(cache.get("step", KEY, Measurement()))
+    assert same(cache.get("step", KEY, Measurement(2.0)))  # kept while the run lasts
+    assert home.read_bytes() == b""
+
+
+def test_a_default_cache_that_is_read_only_costs_a_warning(
+    spoken: Spoken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COMPRESSOR_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    cache = open_cache(None, spoken)
+    assert cache.directory != tmp_path / "compressor"
+    assert len(spoken.lines) == 1
+
+
+def test_a_named_cache_that_cannot_be_made_is_an_error(
+    spoken: Spoken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    with pytest.raises(InputError, match="cannot be made"):
+        open_cache(blocked / "cache", spoken)
+    monkeypatch.setenv("COMPRESSOR_CACHE", str(blocked / "cache"))
+    with pytest.raises(InputError, match="cannot be made"):
+        open_cache(None, spoken)
