@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
-from compressor.report.record_parts import Replacement
+from compressor.report.record_parts import BlockFigures, Replacement, Verdict
 
 MISSING = "–"
+RIDGE_GAP = 0.01  # the chosen ridge is shown where it explains so much more than plain least squares
 HUGE = 1e15
 
 
@@ -46,6 +47,16 @@ def percent(value: Any, digits: int = 1) -> str:
 
 def interval(pair: Sequence[float] | None) -> str:
     return " … ".join(num(end, "+") for end in pair) if pair else MISSING
+
+
+def name_verdict(verdict: Verdict | None) -> str:
+    """The verdict on a block as a word."""
+    return verdict or "undecided"
+
+
+def ridge_differs(blocks: Sequence[BlockFigures]) -> bool:
+    """Whether the chosen ridge explains more than plain least squares in any block: its rows were few."""
+    return any(block.r2_ridge - block.r2_lin >= RIDGE_GAP for block in blocks)
 
 
 def last_part(path: str | None) -> str:
