@@ -21,7 +21,7 @@ from compressor.measure.moments import Moments
 from compressor.measure.r2_interval import fit_variance, group_count, group_of, interval, merge
 from compressor.measure.regression import decompose, feature_errors, r_squared, solve
 from compressor.models.blocks import Block, Rows, capture_rows, find_blocks
-from compressor.text import batches, bos_prefix, cut_windows, find_text_files, read_text_file
+from compressor.text import batches
 
 RESAMPLES = 2000
 
@@ -100,22 +100,27 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--text", default="demo")
     parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument("--windows", type=int, default=800, help="windows of the pool, at most")
+    parser.add_argument("--windows", type=int, default=400, help="windows of the text that are drawn from")
     parser.add_argument("--blocks", type=int, nargs="+", default=[0, 3, 6])
     parser.add_argument("--held-out", type=int, nargs="+", default=[4, 9, 16])
     parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     model, tokenizer = compressor.load(args.model)
-    texts = [read_text_file(file) for file in find_text_files(args.text)]
-    windows = torch.cat([cut_windows(text, tokenizer, args.seq_len, bos_prefix(tokenizer)) for text in texts])
+    sizes = {
+        "calib_tokens": args.windows * args.seq_len,
+        "select_tokens": args.seq_len,
+        "verify_tokens": 2 * args.seq_len,
+    }
+    windows = compressor.load_text(args.text, tokenizer, seq_len=args.seq_len, **sizes).calibration.windows
     generator = torch.Generator().manual_seed(args.seed)
-    windows = windows[torch.randperm(len(windows), generator=generator)[: args.windows]]
     for index in args.blocks:
         pool = window_moments(model, find_blocks(model)[index], windows)
         for held_out in args.held_out:
             for name, line in simulate(pool, held_out, args.draws, generator).items():
-                print(f"block {index}, {held_out} held-out windows of {args.seq_len} tokens, {name}: {line}", flush=True)
+                print(
+                    f"block {index}, {held_out} held-out windows of {args.seq_len} tokens, {name}: {line}", flush=True
+                )
 
 
 if __name__ == "__main__":

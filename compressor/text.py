@@ -36,6 +36,14 @@ CHARACTERS_AT_ONCE = 1_000_000  # the longest piece of text that the tokenizer i
 CHARACTERS_PER_TOKEN = 64  # a text longer than this per token that is needed is subsampled before it is tokenised
 
 
+class ShortText(InputError):
+    """A text is too short for what is asked of it. Of all texts, `calibration` tokens can be calibrated on."""
+
+    def __init__(self, message: str, calibration: int) -> None:
+        super().__init__(message)
+        self.calibration = calibration
+
+
 @dataclass(frozen=True)
 class Split:
     """Windows of consecutive tokens [windows, seq_len], and where they came from."""
@@ -123,7 +131,8 @@ def load_text(
     window_counts = [tokens // seq_len for tokens in token_counts.values()]
     generator = torch.Generator().manual_seed(seed)
     splits_by_name = {
-        name: draw_splits(names, tokenizer, seq_len, window_counts, generator) for name, names in groups.items()
+        name: draw_splits(names, tokenizer, seq_len, window_counts, generator, len(groups))
+        for name, names in groups.items()
     }
     fitting, *others = zip(*splits_by_name.values(), strict=True)
     alternating = torch.stack(fitting, dim=1).flatten(0, 1)
@@ -150,9 +159,9 @@ def group_by_name(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def draw_splits(
-    names: list[str], tokenizer: Any, seq_len: int, counts: list[int], generator: torch.Generator
+    names: list[str], tokenizer: Any, seq_len: int, counts: list[int], generator: torch.Generator, texts: int = 1
 ) -> list[Tensor]:
-    """Draw `counts` windows for each of the three splits of one text."""
+    """Draw `counts` windows for each of the three splits of one text, of so many."""
     limit = CHARACTERS_PER_TOKEN * sum(counts) * seq_len
     prefix = bos_prefix(tokenizer)
     pools: list[list[Tensor]] = [[], [], []]
@@ -171,9 +180,10 @@ def draw_splits(
     if any(len(windows) < count for windows, count in zip(splits, counts, strict=True)):
         have, need = (sum(len(s) for s in splits) * seq_len, sum(counts) * seq_len)
         tokens = ", ".join(f"{split} {count * seq_len}" for split, count in zip(SPLITS, counts, strict=True))
-        raise InputError(
+        raise ShortText(
             f"text {', '.join(names)} is too short: it has {have} tokens in windows of {seq_len}, the splits need "
-            f"{need} ({tokens}); give more text, or lower --calib-tokens, --select-tokens or --verify-tokens"
+            f"{need} ({tokens}); give more text, or lower --calib-tokens, --select-tokens or --verify-tokens",
+            calibration=texts * (have - (counts[1] + counts[2]) * seq_len),
         )
     return [
         windows[torch.randperm(len(windows), generator=generator)[:count].sort().values]

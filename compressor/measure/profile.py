@@ -9,7 +9,7 @@ no window runs twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from compressor.runtime import distributed
 from compressor.runtime.cache import cache_key
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
-from compressor.text import HELD_OUT_EVERY, Text
+from compressor.text import HELD_OUT_EVERY, Split, Text
 
 FIGURES = (
     "r2_lin",
@@ -234,7 +234,7 @@ class _Measurer:
             return
         side, rows = ("input", x) if not x.isfinite().all() else ("output", y)
         row = int((~rows.isfinite().all(1)).nonzero()[0])
-        window = calibration_window(which, self.window_number(batch) + row // self.text.seq_len)
+        window = calibration_window(self.text, which, self.window_number(batch) + row // self.text.seq_len)
         raise InputError(
             f"block {block.index} ({block.path}) has NaN or Inf in its {side}, in calibration window {window} at "
             f"token {row % self.text.seq_len}: its activations overflow in {str(self.model.dtype).split('.')[-1]}; "
@@ -346,14 +346,10 @@ def merge_processes(moments: Moments, owner: int | None = None) -> None:
     distributed.sum_over_processes([moments.xx, moments.xy, moments.yy], owner)
 
 
-def calibration_window(which: str, number: int) -> int:
+def calibration_window(text: Text, which: str, number: int) -> int:
     """The number of a window among all calibration windows, from its number among the fitting or the held-out ones."""
-    held = HELD_OUT_EVERY - 1
-    return (
-        number * HELD_OUT_EVERY + held
-        if which == CALIBRATION_PARTS[1]
-        else number // held * HELD_OUT_EVERY + number % held
-    )
+    numbers = Split(torch.arange(len(text.calibration.windows))[:, None], "")
+    return int(getattr(replace(text, calibration=numbers), which)[number, 0])
 
 
 @dataclass(frozen=True)
@@ -407,7 +403,7 @@ class BlockProfile:
 
     @property
     def trial_map(self) -> AffineMap:
-        """The map that predictions and trials are about: least squares or, on too few rows, that of the chosen ridge."""
+        """The map that predictions and trials are about: least squares; on too few rows, that of the chosen ridge."""
         tensors = self.read()
         weight = tensors["weight" if self.carried else "ridge_weight"]
         return AffineMap(weight, tensors["mean_x"], tensors["mean_y"])

@@ -57,16 +57,15 @@ def describe_doubts(profile: Profile, prefix: str = "") -> list[str]:
         doubts.append(
             f"{prefix}R²_lin{which} shows the noise of the fit: {profile.rows_fitted:,} fitted rows are "
             f"{profile.rows_fitted / widest.block.width:.1f} per input feature, and least squares needs "
-            f"{ROWS_PER_FEATURE}; --calib-tokens {widest.tokens_needed} would do (r2_ridge is R² of the ridge that errs "
-            "least on held-out rows)"
+            f"{ROWS_PER_FEATURE}; --calib-tokens {widest.tokens_needed} would do; meanwhile see the best ridge's R²"
         )
     windows = profile.rows_held_out // profile.seq_len
     if windows < FEW_WINDOWS:
         ends = "has no interval" if windows < 2 else "has a wide interval"
         tokens = FEW_WINDOWS * HELD_OUT_EVERY * profile.seq_len
         doubts.append(
-            f"{prefix}R²_lin {ends}: {windows} held-out {'window tells' if windows == 1 else 'windows tell'} too little "
-            f"about its noise; --calib-tokens {tokens} would do"
+            f"{prefix}R²_lin {ends}, for it is measured on {windows} held-out window{'s' * (windows != 1)}; "
+            f"--calib-tokens {tokens} would do"
         )
     return doubts
 

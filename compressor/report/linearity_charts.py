@@ -245,7 +245,9 @@ def regimes(record: Record) -> Chart | None:
     rows = []
     for b in record.blocks:
         unsafe = b.verdict == "unsafe"
-        note = f"block {b.index} · {name_verdict(b.verdict)}\nR²_lin {num(b.r2_lin)}, median feature {num(b.r2_median)}\n"
+        note = (
+            f"block {b.index} · {name_verdict(b.verdict)}\nR²_lin {num(b.r2_lin)}, median feature {num(b.r2_median)}\n"
+        )
         note += f"effective rank {num(b.effective_rank, form='.1f')}"
         about: Row = {
             "kind": "unsafe blocks" if unsafe else "blocks",

@@ -24,13 +24,13 @@ from compressor.report.formats import (
     MISSING,
     block_numbers,
     interval,
-    name_verdict,
-    ridge_differs,
     is_number,
     last_part,
     name_replacement,
+    name_verdict,
     num,
     percent,
+    ridge_differs,
 )
 from compressor.report.record import ProfileSet, Record
 from compressor.report.record_parts import Block, Sample, TopRow

@@ -150,7 +150,16 @@ def profile_table(record: Record, title: str | None) -> Table:
     swapped = any(block.swap for block in record.blocks)
     cost = ["ΔPPL alone", "95 % interval"] if swapped else ["predicted nats"]
     ridge = ridge_differs(record.blocks)
-    linearity = ["R²_lin", "95 % interval", *(["best ridge"] if ridge else []), "stream", "median", "eff. rank", "rank 99 %", "condition"]
+    linearity = [
+        "R²_lin",
+        "95 % interval",
+        *(["best ridge"] if ridge else []),
+        "stream",
+        "median",
+        "eff. rank",
+        "rank 99 %",
+        "condition",
+    ]
     table = make_table(["block", *linearity, *cost, "verdict"], left=["verdict"], title=title)
     for block in record.blocks:
         low, high = block.r2_lin_ci95
