@@ -288,8 +288,9 @@ class _Measurer:
             ends, ladder = (1.0, 1.0), torch.ones_like(ladder)
         else:
             noise = fit_variance(fitted.groups, spectrum, held)
-            spreads = window_sums.spreads(seq_len)
-            ends = interval(figures["r2_lin"], torch.cat(window_sums.errors), spreads, noise, len(fitted.groups))
+            errors, spreads = torch.cat(window_sums.errors), window_sums.spreads(seq_len)
+            lack = window_sums.lack(seq_len)
+            ends = interval(figures["r2_lin"], errors, spreads, lack, noise, len(fitted.groups))
         rows = [
             [row // seq_len, row % seq_len, share]
             for row, share in zip(top_rows.indices.tolist(), top_rows.values.tolist(), strict=True)

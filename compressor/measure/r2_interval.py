@@ -42,6 +42,14 @@ class WindowSums:
         mean = sums.sum(0) / (len(sums) * seq_len)
         return (energies - 2 * sums @ mean + seq_len * mean.square().sum()).clamp_min(0)
 
+    def lack(self, seq_len: int) -> float:
+        """Σ over rows of the squared distance between the held-out mean and that of the whole text, as expected.
+
+        SST about the held-out mean lacks it. It is estimated from how the means of windows differ.
+        """
+        means = torch.cat(self.sums) / seq_len
+        return seq_len * (means - means.mean(0)).square().sum().item() / max(1, len(means) - 1)
+
 
 def group_of(window: int, windows: int) -> int:
     """The group of a fitting window: neighbours are together, whichever process and batch they are in."""
@@ -81,11 +89,14 @@ def log_error(error: float, held: Moments) -> float:
     return math.log(max(error, 1e-14 * held.variances.sum().item(), 1e-300))
 
 
-def interval(r2: float, errors: Tensor, spreads: Tensor, fit: float, groups: int) -> tuple[float, float]:
+def interval(
+    r2: float, errors: Tensor, spreads: Tensor, lack: float, fit: float, groups: int
+) -> tuple[float, float]:
     """The interval of an R² from the errors and spreads of the held-out windows and the variance of `fit_variance`.
 
-    It is a t interval of log(1 − R²), which keeps both ends below 1. The degrees of freedom are those of Welch and
-    Satterthwaite. One held-out window, or one group, says nothing about the noise: then there is no interval (NaN).
+    It is a t interval of log(1 − R²), which keeps both ends below 1, about the R² with what SST lacks. The degrees of freedom are those of Welch and
+    Satterthwaite, but no more than the held-out windows have: more noise must not make it narrower. One held-out
+    window, or one group, says nothing about the noise: then there is no interval (NaN).
     """
     windows = len(errors)
     if windows < 2 or groups < 2 or not math.isfinite(r2):
@@ -97,9 +108,10 @@ def interval(r2: float, errors: Tensor, spreads: Tensor, fit: float, groups: int
     variance = drawn + fit
     if variance == 0:
         return r2, r2
-    freedom = variance**2 / (drawn**2 / (windows - 1) + fit**2 / (groups - 1))
+    freedom = min(variance**2 / (drawn**2 / (windows - 1) + fit**2 / (groups - 1)), windows - 1)
     from scipy.special import stdtrit  # scipy is imported only where it is needed
 
     half = float(stdtrit(freedom, ENDS)) * math.sqrt(variance)
-    share = math.log(1 - r2)
-    return 1 - math.exp(min(share + half, 700.0)), 1 - math.exp(share - half)
+    share = math.log(1 - r2) - math.log1p(lack / spreads.sum().item())
+    low, high = 1 - math.exp(min(share + half, 700.0)), 1 - math.exp(share - half)
+    return min(low, r2), max(high, r2)
