@@ -89,14 +89,12 @@ def log_error(error: float, held: Moments) -> float:
     return math.log(max(error, 1e-14 * held.variances.sum().item(), 1e-300))
 
 
-def interval(
-    r2: float, errors: Tensor, spreads: Tensor, lack: float, fit: float, groups: int
-) -> tuple[float, float]:
+def interval(r2: float, errors: Tensor, spreads: Tensor, lack: float, fit: float, groups: int) -> tuple[float, float]:
     """The interval of an R² from the errors and spreads of the held-out windows and the variance of `fit_variance`.
 
-    It is a t interval of log(1 − R²), which keeps both ends below 1, about the R² with what SST lacks. The degrees of freedom are those of Welch and
-    Satterthwaite, but no more than the held-out windows have: more noise must not make it narrower. One held-out
-    window, or one group, says nothing about the noise: then there is no interval (NaN).
+    It is a t interval of log(1 − R²), which keeps both ends below 1, about the R² with what SST lacks. The degrees of
+    freedom are those of Welch and Satterthwaite, but no more than the held-out windows have: more noise must not make
+    it narrower. One held-out window, or one group, says nothing about the noise: then there is no interval (NaN).
     """
     windows = len(errors)
     if windows < 2 or groups < 2 or not math.isfinite(r2):

@@ -45,6 +45,11 @@ def percent(value: Any, digits: int = 1) -> str:
     return f"{num(100.0 * as_float(value), form=f'.{digits}f')} %" if is_number(value) else MISSING
 
 
+def ends(pair: Sequence[float]) -> str:
+    """An interval of R², or a dash where there is none."""
+    return " … ".join(num(end, form=".3f") for end in pair) if all(map(is_number, pair)) else MISSING
+
+
 def interval(pair: Sequence[float] | None) -> str:
     return " … ".join(num(end, "+") for end in pair) if pair else MISSING
 

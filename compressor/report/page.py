@@ -23,6 +23,7 @@ from compressor.report.charts import charts_of
 from compressor.report.formats import (
     MISSING,
     block_numbers,
+    ends,
     interval,
     is_number,
     last_part,
@@ -183,7 +184,7 @@ def environment() -> Environment:
         **{"num": num, "percent": percent, "interval": interval, "numbers": block_numbers, "files": name_files},
         **{"signed": lambda value: num(value, "+"), "power": show_power, "quoted": repr},
         **{"replacement": name_replacement, "around": text_around, "split": split_sample},
-        **{"verdict": name_verdict, "ridge_differs": ridge_differs},
+        **{"ends": ends, "verdict": name_verdict, "ridge_differs": ridge_differs},
     }
     environment.filters |= filters
     environment.globals |= {"outlier_blocks": outlier_blocks, "change": show_change}

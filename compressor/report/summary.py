@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from compressor.report.formats import block_numbers, last_part, name_verdict, num, percent, ridge_differs
+from compressor.report.formats import block_numbers, ends, last_part, name_verdict, num, percent, ridge_differs
 from compressor.report.record import ProfileSet, Record, profiles_of
 from compressor.report.record_parts import CrossSummary, Probes, Shape, Together, present
 from compressor.report.tables import make_table, notes, warning_lines
@@ -162,7 +162,6 @@ def profile_table(record: Record, title: str | None) -> Table:
     ]
     table = make_table(["block", *linearity, *cost, "verdict"], left=["verdict"], title=title)
     for block in record.blocks:
-        low, high = block.r2_lin_ci95
         if swapped:
             swap = present(block.swap)
             cost = [f"{swap.delta:+.2f}", f"{swap.delta_ci95[0]:+.2f} … {swap.delta_ci95[1]:+.2f}"]
@@ -171,7 +170,7 @@ def profile_table(record: Record, title: str | None) -> Table:
         table.add_row(
             str(block.index),
             f"{block.r2_lin:.3f}",
-            f"{num(low, form='.3f')} … {num(high, form='.3f')}",
+            ends(block.r2_lin_ci95),
             *([num(block.r2_ridge, form=".3f")] if ridge else []),
             f"{block.r2_stream:.3f}",
             f"{block.r2_median:.3f}",

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text as Styled
 
 from compressor.report.export_record import ExportRecord, PushRecord
-from compressor.report.formats import MISSING, name_replacement, name_verdict, num
+from compressor.report.formats import MISSING, ends, name_replacement, name_verdict
 from compressor.report.record import Record, SavedRecord
 from compressor.report.record_parts import Check, Parameters, PerplexityChange, TaskResult, TextResult, present
 from compressor.runtime.names import UNNAMED
@@ -31,12 +31,11 @@ def block_table(record: Record) -> Table:
     columns = ("block", "R²_lin", "95 % interval", "stream R²", "top rows", "verdict", "replacement", "parameters")
     table = make_table(columns, left=("verdict", "replacement"))
     for block in record.blocks:
-        low, high = block.r2_lin_ci95
         before, after = block.params_before, block.params_after
         table.add_row(
             str(block.index),
             f"{block.r2_lin:.3f}",
-            f"{num(low, form='.3f')} … {num(high, form='.3f')}",
+            ends(block.r2_lin_ci95),
             f"{block.r2_stream:.3f}",
             f"{block.top_row_share:.0%}",
             name_verdict(block.verdict),
