@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,14 @@ HELD_OUT_EVERY = (
 CHARACTERS_AT_ONCE = 1_000_000  # the longest piece of text that the tokenizer is given
 SLICES = 64  # a text that is subsampled is taken from this many places
 CHARACTERS_PER_TOKEN = 64  # a text longer than this per token that is needed is subsampled before it is tokenised
+
+
+class ShortText(InputError):
+    """A text is too short for what is asked of it. Of all texts, `calibration` tokens can be calibrated on."""
+
+    def __init__(self, message: str, calibration: int) -> None:
+        super().__init__(message)
+        self.calibration = calibration
 
 
 @dataclass(frozen=True)
@@ -153,7 +162,9 @@ def load_text(
     splits_by_name = {}
     for name, names in groups.items():
         seeds = [seed_of(seed, name, split) for split in SPLITS]
-        splits_by_name[name] = draw_splits(names, tokenizer, seq_len, window_counts, document_separator, seeds)
+        splits_by_name[name] = draw_splits(
+            names, tokenizer, seq_len, window_counts, document_separator, seeds, len(groups)
+        )
     source = ", ".join(name for names in groups.values() for name in names)
     calibration, selection, verification = (
         join_splits([splits[k] for splits in splits_by_name.values()], source, alternate=k == 0) for k in range(3)
@@ -204,8 +215,9 @@ def draw_splits(
     counts: list[int],
     separator: str | None,
     seeds: list[int],
+    texts: int,
 ) -> list[Split]:
-    """Draw `counts` windows for each of the three splits of one text."""
+    """Draw `counts` windows for each of the three splits of one text, of so many."""
     prefix = bos_prefix(tokenizer)
     splits = []
     for k, documents in enumerate(read_splits(names, separator)):
@@ -213,7 +225,8 @@ def draw_splits(
         windows, numbers = cut_windows(thin(documents, limit), tokenizer, seq_len, prefix)
         if len(windows) < counts[k]:
             have, need, option = len(windows) * seq_len, counts[k] * seq_len, f"--{SPLIT_OPTIONS[k]}-tokens"
-            raise InputError(
+            short = InputError if k else partial(ShortText, calibration=texts * have)
+            raise short(
                 f"text {', '.join(names)} is too short: its {SPLITS[k]} part ({SPLIT_PLACES[k]} of it) has {have} "
                 f"tokens in windows of {seq_len}, and {need} are asked for; other parts are not drawn from for it, so "
                 f"give more text, or lower {option} to at most {have}"

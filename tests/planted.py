@@ -53,6 +53,24 @@ class WildFFN(nn.Module):
         return wild + torch.cat([first, torch.zeros_like(wild[..., 1:])], dim=-1)
 
 
+class ConstantFFN(nn.Module):
+    """The same output for every row, as far as its own sums round alike."""
+
+    def __init__(self, size: float = 3.0, seed: int = 4) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.outer = nn.Linear(WIDTH, WIDTH)
+        with torch.no_grad():
+            self.inner.weight.zero_()
+            for tensor in (self.inner.bias, self.outer.weight, self.outer.bias):
+                tensor.copy_(size * torch.randn(tensor.shape, generator=generator))
+        self.padding = nn.Parameter(torch.zeros(8 * WIDTH, WIDTH))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.outer(self.inner(hidden_states))  # type: ignore[no-any-return]
+
+
 def planted_model(*blocks: nn.Module, mark_first_position: bool = False) -> Any:
     """A tiny GPT-2 with these FFNs; the mark makes the first position's input stand out in its first feature."""
     model = tiny_model("gpt2")

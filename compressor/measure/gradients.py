@@ -180,7 +180,7 @@ def predict_damages(model: Any, profile: Profile, text: Text, context: RunContex
         damages: dict[int, list[float]] = {}
 
         def visit(block: Block, rows: Gradients) -> None:
-            linear = profiles[block.index].linear
+            linear = profiles[block.index].trial_map
             errors = linear(rows.x.to(linear.weight)) - rows.y.to(linear.weight)
             damages[block.index] = [damage_from_errors(errors, rows), factorised_damage(errors, rows)]
 

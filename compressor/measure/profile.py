@@ -9,7 +9,7 @@ no window runs twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 
 from compressor.measure.moments import ACCUMULATION_DTYPE, Moments
+from compressor.measure.r2_interval import WindowSums, fit_variance, group_count, group_of, interval, merge
 from compressor.measure.regression import (
+    ROUNDING_ULPS,
     AffineMap,
     Spectrum,
+    choose_ridge,
     decompose,
     effective_count,
     effective_rank,
@@ -36,11 +39,13 @@ from compressor.runtime import distributed
 from compressor.runtime.cache import cache_key
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
-from compressor.text import HELD_OUT_EVERY, Text
+from compressor.text import HELD_OUT_EVERY, Split, Text
 
 FIGURES = (
     "r2_lin",
     "r2_stream",
+    "r2_ridge",
+    "r2_ridge_stream",
     "r2_median",
     "effective_rank",
     "condition_number",
@@ -53,7 +58,7 @@ FIGURES = (
 SUFFICIENT_SHARE = 0.99  # of R²_lin: the smallest rank that reaches this is reported
 TOP_ROWS = 0.001  # of the rows: the share of the variance that the largest of them carry is reported
 NAMED_ROWS = 8  # of a block's largest held-out rows, those that are reported one by one
-RESAMPLES = 2000
+ROWS_PER_FEATURE = 10  # fitted rows per input feature: a least-squares map on fewer shows their noise
 
 
 def row_weights(h: Tensor) -> Tensor:
@@ -68,16 +73,12 @@ def moments_device(model: Any) -> torch.device:
 
 
 @dataclass
-class _WindowSums:
-    """Sums over the rows of each held-out window, about the fitted mean of y: what the bootstrap over windows needs."""
+class _Collected:
+    """The moments of a block's rows: plain, in groups of windows, and stream-weighted."""
 
-    errors: list[Tensor] = field(default_factory=list)  # squared error of the map, per window
-    energies: list[Tensor] = field(default_factory=list)  # |y|² per row, not summed
-    sums: list[Tensor] = field(default_factory=list)  # Σ y per window
-
-    def gather(self) -> None:
-        """Collect the sums of all processes."""
-        self.errors, self.energies, self.sums = map(distributed.gather, (self.errors, self.energies, self.sums))
+    groups: list[Moments]
+    weighted: Moments
+    rounding: Tensor  # Σ over rows and features of the squared rounding that the captured outputs may have
 
 
 def measure(
@@ -116,7 +117,7 @@ class _Measurer:
             if cached is None:
                 missing.append(block)
             else:
-                profiles[block.index] = unpack_block(block, cached, partial(self.read, block))
+                profiles[block.index] = unpack_block(block, self.text, cached, partial(self.read, block))
         if not missing:
             progress.say("profile: measured before")
         with progress.bar("measure", len(self.blocks)) as advance:
@@ -126,7 +127,7 @@ class _Measurer:
                 for block, tensors in zip(group, self.measure_group(group, *streams), strict=True):
                     self.cache.keep(self.block_key(block), tensors)
                     read = partial(self.read, block) if self.cache.directory else partial(dict, tensors)
-                    profiles[block.index] = unpack_block(block, tensors, read)
+                    profiles[block.index] = unpack_block(block, self.text, tensors, read)
                     advance(1)
                 for stream in streams:
                     stream.save_periodically()
@@ -149,21 +150,24 @@ class _Measurer:
     @torch.no_grad()
     def measure_group(self, group: Sequence[Block], fitting: Stream, held_out: Stream) -> list[dict[str, Tensor]]:
         """Measure these blocks, one per process. All processes run a share of its rows, and its owner solves it."""
-        moments: dict[int, tuple[Moments, Moments]] = {}
-        for owner, block in enumerate(group):
-            moments[owner] = self.collect(block, fitting, CALIBRATION_PARTS[0], owner)
         me = distributed.rank()
-        spectrum = decompose(moments[me][0].xx) if me in moments else None
-        linear = solve(moments[me][0], spectrum) if spectrum is not None else None
-        fields = None if linear is None else {"weight": linear.weight, "mean_x": linear.mean_x, "mean_y": linear.mean_y}
+        own: _Collected | None = None
+        for owner, block in enumerate(group):
+            collected = self.collect(block, fitting, CALIBRATION_PARTS[0], owner)
+            own = collected if owner == me else own
+        fields: dict[str, Tensor] | None = None
+        if own is not None:
+            total = merge(own.groups)
+            spectrum = decompose(total.xx)
+            linear = solve(total, spectrum)
+            fields = {"weight": linear.weight, "mean_x": linear.mean_x, "mean_y": linear.mean_y}
         maps = [AffineMap(**distributed.broadcast(fields, owner)) for owner in range(len(group))]
-        held: dict[int, tuple[Moments, Moments, _WindowSums]] = {}
-        for owner, (block, fit) in enumerate(zip(group, maps, strict=True)):
-            window_sums = _WindowSums()
-            held[owner] = (*self.collect(block, held_out, CALIBRATION_PARTS[1], owner, fit, window_sums), window_sums)
         summary = None
-        if spectrum is not None:
-            summary = self.summarise(maps[me], spectrum, moments[me][1], *held[me])
+        for owner, (block, fit) in enumerate(zip(group, maps, strict=True)):
+            window_sums = WindowSums()
+            held = self.collect(block, held_out, CALIBRATION_PARTS[1], owner, fit, window_sums)
+            if owner == me and own is not None:
+                summary = self.summarise(fit, spectrum, total, own, held, window_sums)
         return [distributed.broadcast(summary, owner) for owner in range(len(group))]
 
     def collect(
@@ -173,38 +177,56 @@ class _Measurer:
         which: str,
         owner: int,
         fit: AffineMap | None = None,
-        window_sums: _WindowSums | None = None,
-    ) -> tuple[Moments, Moments]:
-        """Plain and stream-weighted moments of the rows of all processes, for the owner; the stream passes the block.
+        window_sums: WindowSums | None = None,
+    ) -> _Collected:
+        """Moments of the rows of all processes, for the owner; the stream passes the block.
 
-        With a fitted map, `window_sums` gets its error in every window.
+        Those of the fitting windows are in groups. With a fitted map, the held-out windows are one group, and
+        `window_sums` gets the map's error in every window.
         """
         stream.advance(block.index)
-        plain = Moments.zeros(block.width, block.width, self.device, whole_yy=fit is not None)
+        seq_len, windows = self.text.seq_len, len(self.text.fitting)
+        groups = [
+            Moments.zeros(block.width, block.width, self.device, whole_yy=fit is not None)
+            for _ in range(group_count(windows) if fit is None else 1)
+        ]
         weighted = Moments.zeros(block.width, block.width, self.device, whole_yy=False)
+        rounding = torch.zeros((), dtype=ACCUMULATION_DTYPE, device=self.device)
         batch = 0
 
         def add(_: Block, rows: Rows) -> None:
             nonlocal batch
             x, y = rows.x.to(self.device, ACCUMULATION_DTYPE), rows.y.to(self.device, ACCUMULATION_DTYPE)
             self.refuse_nonfinite(block, x, y, which, batch)
+            first = self.window_number(batch)
             batch += 1
-            plain.add(Moments.of(x, y, whole_yy=plain.whole_yy))
+            numbers = range(first, first + len(x) // seq_len)
+            members = [group_of(number, windows) if fit is None else 0 for number in numbers]
+            for member in sorted(set(members)):
+                start = members.index(member) * seq_len
+                part = slice(start, start + members.count(member) * seq_len)
+                groups[member].add(Moments.of(x[part], y[part], whole_yy=fit is not None))
             weighted.add(Moments.of(x, y, row_weights(rows.h).to(self.device), whole_yy=False))
+            rounding.add_(squared_rounding(rows, block).to(self.device))
             if fit is not None and window_sums is not None:
                 centred = y - fit.mean_y
                 error = centred - (x - fit.mean_x) @ fit.weight
-                window_sums.errors.append(error.square().sum(-1).reshape(-1, self.text.seq_len).sum(-1))
+                window_sums.errors.append(error.square().sum(-1).reshape(-1, seq_len).sum(-1))
                 window_sums.energies.append(centred.square().sum(-1))
-                window_sums.sums.append(centred.reshape(-1, self.text.seq_len, centred.shape[-1]).sum(1))
+                window_sums.sums.append(centred.reshape(-1, seq_len, centred.shape[-1]).sum(1))
 
         with capture_rows(self.model, [block], add):
             stream.step()
-        merge_processes(plain, owner)
-        merge_processes(weighted, owner)
+        for moments in (*groups, weighted):
+            merge_processes(moments, owner)
+        distributed.sum_over_processes([rounding])
         if window_sums is not None:
             window_sums.gather()
-        return plain, weighted
+        return _Collected(groups, weighted, rounding)
+
+    def window_number(self, batch: int) -> int:
+        """The number of the first window of this process's batch, among the fitting or the held-out windows."""
+        return (distributed.rank() + batch * distributed.size()) * self.context.batch_size
 
     def refuse_nonfinite(self, block: Block, x: Tensor, y: Tensor, which: str, batch: int) -> None:
         """Refuse rows with NaN or Inf, and say in which block and window they are."""
@@ -212,8 +234,7 @@ class _Measurer:
             return
         side, rows = ("input", x) if not x.isfinite().all() else ("output", y)
         row = int((~rows.isfinite().all(1)).nonzero()[0])
-        number = (distributed.rank() + batch * distributed.size()) * self.context.batch_size + row // self.text.seq_len
-        window = calibration_window(which, number)
+        window = calibration_window(self.text, which, self.window_number(batch) + row // self.text.seq_len)
         raise InputError(
             f"block {block.index} ({block.path}) has NaN or Inf in its {side}, in calibration window {window} at "
             f"token {row % self.text.seq_len}: its activations overflow in {str(self.model.dtype).split('.')[-1]}; "
@@ -224,25 +245,36 @@ class _Measurer:
         self,
         fit: AffineMap,
         spectrum: Spectrum,
-        stream_fit: Moments,
-        held: Moments,
-        stream_held: Moments,
-        window_sums: _WindowSums,
+        total: Moments,
+        fitted: _Collected,
+        held_out: _Collected,
+        window_sums: WindowSums,
     ) -> dict[str, Tensor]:
-        """Everything that is reported of one block, as tensors for the cache."""
+        """Everything that is reported of one block, as tensors for the cache. `total` are all fitted rows."""
         seq_len = self.text.seq_len
+        held, stream_held = held_out.groups[0], held_out.weighted
+        constant = held.variances.sum() <= held_out.rounding
         errors = feature_errors(fit, held)
-        features = 1 - errors / held.variances
+        _, ridge_map = choose_ridge(total, spectrum, held)
+        stream_spectrum = decompose(fitted.weighted.xx)
+        stream_maps = (
+            solve(fitted.weighted, stream_spectrum),
+            choose_ridge(fitted.weighted, stream_spectrum, stream_held)[1],
+        )
+        r2_stream, r2_ridge_stream = (r_squared(feature_errors(m, stream_held), stream_held) for m in stream_maps)
         energies = torch.cat(window_sums.energies)
-        shares = (energies / energies.sum()).nan_to_num()
-        top_rows = shares.topk(min(NAMED_ROWS, len(shares)))
+        shares = torch.zeros_like(energies) if constant else energies / energies.sum()
+        top_rows = shares.topk(0 if constant else min(NAMED_ROWS, len(shares)))
         positions = shares.reshape(-1, seq_len).sum(0)
-        stream_map = solve(stream_fit, decompose(stream_fit.xx))
+        varying = held.variances > 0
+        features = torch.where(varying, 1 - errors / torch.where(varying, held.variances, 1.0), 1.0)
         figures = {
             "r2_lin": r_squared(errors, held),
-            "r2_stream": r_squared(feature_errors(stream_map, stream_held), stream_held),
-            "r2_median": features.nan_to_num(nan=1.0, neginf=-1.0).median().item(),
-            "effective_rank": effective_rank(held.yy),
+            "r2_stream": r2_stream,
+            "r2_ridge": r_squared(feature_errors(ridge_map, held), held),
+            "r2_ridge_stream": r2_ridge_stream,
+            "r2_median": features.median().item(),
+            "effective_rank": 0.0 if constant else effective_rank(held.yy),
             "condition_number": spectrum.condition_number,
             "input_effective_rank": effective_count(spectrum.values),
             "input_rank": spectrum.rank,
@@ -250,19 +282,53 @@ class _Measurer:
             "top_position": int(positions.argmax()),
             "top_position_share": positions.max().item(),
         }
+        ladder = rank_r2(fit, spectrum, held).cpu()
+        if constant:  # the mean explains all there is: what is left is rounding, and its shares say nothing
+            figures |= {name: 1.0 for name in FIGURES if name.startswith("r2_")}
+            ends, ladder = (1.0, 1.0), torch.ones_like(ladder)
+        else:
+            noise = fit_variance(fitted.groups, spectrum, held)
+            errors, spreads = torch.cat(window_sums.errors), window_sums.spreads(seq_len)
+            lack = window_sums.lack(seq_len)
+            ends = interval(figures["r2_lin"], errors, spreads, lack, noise, len(fitted.groups))
         rows = [
             [row // seq_len, row % seq_len, share]
             for row, share in zip(top_rows.indices.tolist(), top_rows.values.tolist(), strict=True)
         ]
-        numbers = [*(figures[name] for name in FIGURES), *bootstrap_r2(window_sums, seq_len, self.context.seed)]
-        return {
-            "figures": torch.tensor(numbers, dtype=ACCUMULATION_DTYPE),
-            "tops": torch.tensor(rows, dtype=ACCUMULATION_DTYPE),
-            "ladder": rank_r2(fit, spectrum, held).cpu(),
+        tensors = {
+            "figures": torch.tensor([*(figures[name] for name in FIGURES), *ends], dtype=ACCUMULATION_DTYPE),
+            "tops": torch.tensor(rows, dtype=ACCUMULATION_DTYPE).reshape(-1, 3),
+            "ladder": ladder,
             "weight": fit.weight.cpu(),
             "mean_x": fit.mean_x.cpu(),
             "mean_y": fit.mean_y.cpu(),
         }
+        if not carries(total.rows, len(fit.mean_x)):
+            tensors["ridge_weight"] = ridge_map.weight.cpu()
+        return tensors
+
+
+def squared_rounding(rows: Rows, block: Block) -> Tensor:
+    """The squared rounding that the block's captured outputs may have, summed over rows and features.
+
+    A value in half precision is off by up to half a unit in its last place. In float32 and float64 it is the sums
+    inside the block that round, by a few units. Where the block adds the residual stream itself, so does the stream.
+    """
+    precision = torch.finfo(rows.y.dtype)
+    level = precision.eps**2 / 12 if precision.bits < 32 else (ROUNDING_ULPS * precision.eps) ** 2
+    energy = rows.y.to(ACCUMULATION_DTYPE).square().sum()
+    return level * (energy + rows.h.to(ACCUMULATION_DTYPE).square().sum() if block.residual_inside else energy)
+
+
+def carries(rows: int, width: int) -> bool:
+    """Whether this many rows are enough to fit a linear map of this many inputs."""
+    return rows >= ROWS_PER_FEATURE * width
+
+
+def tokens_to_fit(rows: int, seq_len: int) -> int:
+    """The calibration tokens of which this many rows are fitted, in whole windows: a share of them is held out."""
+    windows = -(-rows // seq_len)
+    return -(-windows * HELD_OUT_EVERY // (HELD_OUT_EVERY - 1)) * seq_len
 
 
 def merge_processes(moments: Moments, owner: int | None = None) -> None:
@@ -281,30 +347,10 @@ def merge_processes(moments: Moments, owner: int | None = None) -> None:
     distributed.sum_over_processes([moments.xx, moments.xy, moments.yy], owner)
 
 
-def calibration_window(which: str, number: int) -> int:
+def calibration_window(text: Text, which: str, number: int) -> int:
     """The number of a window among all calibration windows, from its number among the fitting or the held-out ones."""
-    held = HELD_OUT_EVERY - 1
-    return (
-        number * HELD_OUT_EVERY + held
-        if which == CALIBRATION_PARTS[1]
-        else number // held * HELD_OUT_EVERY + number % held
-    )
-
-
-def bootstrap_r2(window_sums: _WindowSums, seq_len: int, seed: int) -> tuple[float, float]:
-    """The 95 % interval of R²_lin, by a bootstrap over the held-out windows."""
-    errors = torch.cat(window_sums.errors)
-    energies = torch.cat(window_sums.energies).reshape(-1, seq_len).sum(-1)
-    sums = torch.cat(window_sums.sums)
-    windows = len(errors)
-    generator = torch.Generator().manual_seed(seed)
-    draws = torch.randint(windows, (RESAMPLES, windows), generator=generator)
-    counts = torch.zeros(RESAMPLES, windows, dtype=ACCUMULATION_DTYPE)
-    counts = counts.scatter_add_(1, draws, torch.ones_like(draws, dtype=ACCUMULATION_DTYPE)).to(errors.device)
-    total = counts @ energies - (counts @ sums).square().sum(-1) / (windows * seq_len)
-    r2 = 1 - (counts @ errors) / total.clamp_min(torch.finfo(ACCUMULATION_DTYPE).tiny)
-    low, high = torch.quantile(r2, torch.tensor([0.025, 0.975], dtype=r2.dtype, device=r2.device)).tolist()
-    return low, high
+    numbers = Split(torch.arange(len(text.calibration.windows))[:, None], "")
+    return int(getattr(replace(text, calibration=numbers), which)[number, 0])
 
 
 @dataclass(frozen=True)
@@ -324,6 +370,8 @@ class BlockProfile:
     r2_lin: float
     r2_lin_ci95: tuple[float, float]
     r2_stream: float
+    r2_ridge: float  # of the ridge that errs least on the held-out rows, and the same stream-weighted
+    r2_ridge_stream: float
     r2_median: float
     effective_rank: float
     condition_number: float
@@ -333,6 +381,8 @@ class BlockProfile:
     top_position: float  # the position in the window that carries most variance, and its share of it
     top_position_share: float
     top_rows: tuple[TopRow, ...]
+    rows_fitted: int
+    seq_len: int
     ladder: Tensor = field(repr=False)  # R² of the best map of rank 0, 1, …
     read: Callable[[], Mapping[str, Tensor]] = field(repr=False)  # gives the tensors of `unpack_block` again
 
@@ -341,6 +391,23 @@ class BlockProfile:
         """The least-squares map. It is read when needed, since the maps of all blocks may not fit into memory."""
         tensors = self.read()
         return AffineMap(tensors["weight"], tensors["mean_x"], tensors["mean_y"])
+
+    @property
+    def carried(self) -> bool:
+        """Whether the fitted rows are enough for a least-squares map."""
+        return carries(self.rows_fitted, self.block.width)
+
+    @property
+    def tokens_needed(self) -> int:
+        """The calibration tokens that would be enough for it."""
+        return tokens_to_fit(ROWS_PER_FEATURE * self.block.width, self.seq_len)
+
+    @property
+    def trial_map(self) -> AffineMap:
+        """The map that predictions and trials are about: least squares; on too few rows, that of the chosen ridge."""
+        tensors = self.read()
+        weight = tensors["weight" if self.carried else "ridge_weight"]
+        return AffineMap(weight, tensors["mean_x"], tensors["mean_y"])
 
     @property
     def sufficient_rank(self) -> int:
@@ -359,7 +426,9 @@ class Profile:
     seq_len: int
 
 
-def unpack_block(block: Block, tensors: Mapping[str, Tensor], read: Callable[[], Mapping[str, Tensor]]) -> BlockProfile:
+def unpack_block(
+    block: Block, text: Text, tensors: Mapping[str, Tensor], read: Callable[[], Mapping[str, Tensor]]
+) -> BlockProfile:
     """The profile of one block from its cached tensors; `read` gives these again."""
     *figures, low, high = tensors["figures"].tolist()
     return BlockProfile(
@@ -368,6 +437,8 @@ def unpack_block(block: Block, tensors: Mapping[str, Tensor], read: Callable[[],
         top_rows=tuple(
             TopRow(int(window), int(position), share) for window, position, share in tensors["tops"].tolist()
         ),
+        rows_fitted=text.fitting.numel(),
+        seq_len=text.seq_len,
         ladder=tensors["ladder"],
         read=read,
         **dict(zip(FIGURES, figures, strict=True)),

@@ -10,7 +10,8 @@ from torch import Tensor
 from compressor.measure.moments import Moments
 
 ROUNDING_ULPS = 8  # a direction that spreads less than this many float32 roundings of a typical one is noise
-RIDGES = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)  # times the mean input variance
+# Times the mean input variance. The largest serve fits on few rows.
+RIDGES = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
 
 
 @dataclass(frozen=True)
@@ -88,20 +89,35 @@ def r_squared(errors: Tensor, held: Moments) -> float:
 def choose_ridge(moments: Moments, spectrum: Spectrum, held: Moments) -> tuple[float, AffineMap]:
     """The ridge whose map errs least on the held-out rows, and that map.
 
-    In the eigenbasis of the inputs the map of every ridge is a rescaling of the same rows, so the grid costs one
-    product of the held-out scatter per ridge and no new decomposition.
+    In the eigenbasis of the inputs the map of every ridge is a rescaling of the same rows, so its error is a quadratic
+    form in the scales: the grid costs no new decomposition, and no new product of matrices.
     """
     vectors = spectrum.vectors[:, : spectrum.rank]
     values = spectrum.values[: spectrum.rank]
     xx, xy, _ = held.about(moments.mean_x, moments.mean_y)
-    target, held_xx, held_xy = vectors.T @ moments.xy, vectors.T @ xx @ vectors, vectors.T @ xy
+    target = vectors.T @ moments.xy
+    gains = (target * (vectors.T @ xy)).sum(1)
+    losses = (vectors.T @ xx @ vectors).mul_(target @ target.T)
     best, best_gain = 0.0, -torch.inf
     for ridge in RIDGES:
-        scaled = target / (values + ridge * mean_eigenvalue(spectrum))[:, None]
-        gain = (2 * (scaled * held_xy).sum() - (scaled * (held_xx @ scaled)).sum()).item()
+        scales = 1 / (values + ridge * mean_eigenvalue(spectrum))
+        gain = (2 * scales @ gains - scales @ losses @ scales).item()
         if gain > best_gain:
             best, best_gain = ridge, gain
     return best, solve(moments, spectrum, best)
+
+
+def solve_part(part: Moments, spectrum: Spectrum) -> AffineMap:
+    """The least-squares map on some of the rows of a fit whose decomposition is known.
+
+    In the coordinates that the whole fit whitens, the scatter of most of its rows is near the identity, so a Cholesky
+    factor will do. Where the rows are too few for one, they are decomposed themselves.
+    """
+    basis = spectrum.vectors[:, : spectrum.rank] / spectrum.values[: spectrum.rank].sqrt()
+    factor, failed = torch.linalg.cholesky_ex(basis.T @ part.xx @ basis)
+    if failed.item():
+        return solve(part, decompose(part.xx))
+    return AffineMap(basis @ torch.cholesky_solve(basis.T @ part.xy, factor), part.mean_x, part.mean_y)
 
 
 @dataclass(frozen=True)

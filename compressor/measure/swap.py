@@ -210,7 +210,7 @@ def linear_module(model: Any, p: BlockProfile) -> Replacement:
     module = Replacement(p.block.width, None, p.block.residual_inside, dtype=ACCUMULATION_DTYPE)
     module.bypass = p.block.bypass
     with torch.no_grad():
-        linear = p.linear
+        linear = p.trial_map
         module.linear.weight.copy_(linear.weight.T)
         module.output_bias.copy_(linear.bias)
     return as_stored(module, model, p.block, stored_dtype(model))

@@ -18,9 +18,9 @@ OUTLIER_GAP = 0.2  # where R²_lin is above the stream-weighted R² by more than
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a block may be replaced (safe, costly, unsafe), and why, in one line."""
+    """Whether a block may be replaced (safe, costly, unsafe, or None: undecided), and why, in one line."""
 
-    word: Literal["safe", "costly", "unsafe"]
+    word: Literal["safe", "costly", "unsafe"] | None
     reason: str
 
 
@@ -31,14 +31,19 @@ def judge(
 
     A block is unsafe when a few outlier rows carry its R²_lin, or when the two predictions of the damage differ by far
     and no trial confirms the smaller one. Otherwise it is safe or costly by the cost of the map: the upper end of the
-    measured interval, or the prediction where there was no trial.
+    measured interval, or the prediction where there was no trial. Where the fitted rows are too few for the map, the
+    outlier rows are looked for with the ridge that held-out rows chose, and the block is undecided unless it was tried
+    and is safe: that it costs much may be the fit's fault.
     """
     alone = f"; alone as a linear map: {describe_change(measured)}" if measured else ""
-    if profile.r2_stream < profile.r2_lin - OUTLIER_GAP:
+    name, whole, stream = "R²_lin", profile.r2_lin, profile.r2_stream
+    if not profile.carried:
+        name, whole, stream = "R²_lin of the best ridge", profile.r2_ridge, profile.r2_ridge_stream
+    if stream < whole - OUTLIER_GAP:
         return Verdict(
             "unsafe",
-            f"outlier rows: R²_lin {profile.r2_lin:.2f} falls to {profile.r2_stream:.2f} when rows count as the next "
-            f"norm sees them ({locate_variance(profile)}, effective rank {profile.effective_rank:.1f}){alone}",
+            f"outlier rows: {name} {whole:.2f} falls to {stream:.2f} when rows count as the next norm sees them "
+            f"({locate_variance(profile)}, effective rank {profile.effective_rank:.1f}){alone}",
         )
     confirmed = measured is not None and rise_in_nats(measured) <= EXPECTED_FACTOR * damage.linear
     if damage.factorised > 1 and damage.factorised > 10 * damage.linear and not confirmed:
@@ -47,13 +52,22 @@ def judge(
             f"outlier errors: the two damage estimates disagree ({damage.linear:.3f} and {damage.factorised:.1f} nats)"
             f"{alone}",
         )
-    if measured is None:
-        cost = f"its linear map is predicted to cost {damage.linear:.4f} nats per token"
-        return Verdict(
-            "safe" if damage.linear <= limit else "costly", f"{cost}, {compare_to_limit(damage.linear, limit)}"
-        )
-    worst = math.log(max(measured.baseline + measured.delta_ci95[1], 1e-300) / measured.baseline)
-    return Verdict("safe" if worst <= limit else "costly", f"alone as a linear map: {describe_change(measured)}")
+    if measured is not None and upper_nats(measured) <= limit:
+        return Verdict("safe", f"alone as a linear map: {describe_change(measured)}")
+    if not profile.carried:
+        return Verdict(None, f"undecided: {describe_few_rows(profile)}{alone}")
+    if measured is not None:
+        return Verdict("costly", f"alone as a linear map: {describe_change(measured)}")
+    cost = f"its linear map is predicted to cost {damage.linear:.4f} nats per token"
+    return Verdict("safe" if damage.linear <= limit else "costly", f"{cost}, {compare_to_limit(damage.linear, limit)}")
+
+
+def describe_few_rows(profile: BlockProfile) -> str:
+    rows, width = profile.rows_fitted, profile.block.width
+    return (
+        f"{rows:,} fitted rows are {rows / width:.1f} per input feature, too few for a least-squares map; "
+        f"--calib-tokens {profile.tokens_needed} would do"
+    )
 
 
 def judge_all(
@@ -66,6 +80,11 @@ def judge_all(
 
 def rise_in_nats(measured: PerplexityChange) -> float:
     return math.log(measured.compressed / measured.baseline)
+
+
+def upper_nats(measured: PerplexityChange) -> float:
+    """The upper end of a trial's interval, in nats per token."""
+    return math.log(max(measured.baseline + measured.delta_ci95[1], 1e-300) / measured.baseline)
 
 
 def describe_change(measured: PerplexityChange) -> str:

@@ -78,7 +78,9 @@ def finish(
     if speed.prefill_before:
         tokens = sum(getattr(job.text, name).tokens for name in SPLITS)
         timings["one_forward_pass"] = round(tokens / speed.prefill_before, 2)  # over all the text
-    record = record.with_parts(**describe_assessment(assessment, evaluator), speed=speed, timings=timings)
+    assessed = describe_assessment(assessment, evaluator)
+    assessed["warnings"] = [*record.warnings, *assessed["warnings"]]
+    record = record.with_parts(**assessed, speed=speed, timings=timings)
     recipe = recipes.dump(job.recipe, "Reproduces this checkpoint:\ncompress --recipe recipe.yaml --out NEW_DIRECTORY")
     written = write_result(
         job.model, job.tokenizer, out, record, recipe, tokens=windows[:1, :TOKENS], progress=job.context.progress

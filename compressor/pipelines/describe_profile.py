@@ -13,16 +13,17 @@ import torch
 
 from compressor.evaluate.perplexity import PerplexityChange
 from compressor.measure.probes import BILINEAR_RANK, CONVERGED, ROUND, TRAINED_BATCH, TRAINED_RATE, Crossing
-from compressor.measure.profile import FIGURES, BlockProfile, Profile
+from compressor.measure.profile import FIGURES, ROWS_PER_FEATURE, BlockProfile, Profile
+from compressor.measure.r2_interval import FEW_WINDOWS
 from compressor.measure.study import Study
 from compressor.patch.checkpoint import count_parameters
 from compressor.pipelines.describe import KEEP, change_values, describe_source, describe_split, describe_text
 from compressor.plan.calibration import rank_correlation
 from compressor.plan.shapes import Shape
 from compressor.report import record_parts as parts
-from compressor.report.formats import last_part
+from compressor.report.formats import block_numbers, last_part
 from compressor.report.record import ProfileSet, Record, describe_tool, profiles_of
-from compressor.text import Text
+from compressor.text import HELD_OUT_EVERY, Text
 
 AROUND = 12  # tokens on either side of a row that is told by its text
 WHOLE = ("input_rank", "top_position")
@@ -39,9 +40,34 @@ def describe_profile(model: Any, tokenizer: Any, text: Text, profile: Profile, s
         rows=parts.Rows(fitted=profile.rows_fitted, held_out=profile.rows_held_out),
         blocks=[describe_block(p, study, name_rows(p, text, tokenizer)) for p in profile.blocks],
         shape=describe_shape([p.r2_lin for p in profile.blocks]),
+        warnings=describe_doubts(profile),
         **swap,
         **describe_probes(study),
     )
+
+
+def describe_doubts(profile: Profile, prefix: str = "") -> list[str]:
+    """What the calibration text is too short for, and how many tokens would do."""
+    doubts = []
+    thin = [p for p in profile.blocks if not p.carried]
+    if thin:
+        widest = max(thin, key=lambda p: p.block.width)
+        which = "" if len(thin) == len(profile.blocks) else f" of {'block' if len(thin) == 1 else 'blocks'} "
+        which += block_numbers([p.block.index for p in thin]) if which else ""
+        doubts.append(
+            f"{prefix}R²_lin{which} shows the noise of the fit: {profile.rows_fitted:,} fitted rows are "
+            f"{profile.rows_fitted / widest.block.width:.1f} per input feature, and least squares needs "
+            f"{ROWS_PER_FEATURE}; --calib-tokens {widest.tokens_needed} would do; meanwhile see the best ridge's R²"
+        )
+    windows = profile.rows_held_out // profile.seq_len
+    if windows < FEW_WINDOWS:
+        ends = "has no interval" if windows < 2 else "has a wide interval"
+        tokens = FEW_WINDOWS * HELD_OUT_EVERY * profile.seq_len
+        doubts.append(
+            f"{prefix}R²_lin {ends}, for it is measured on {windows} held-out window{'s' * (windows != 1)}; "
+            f"--calib-tokens {tokens} would do"
+        )
+    return doubts
 
 
 def figure_values(p: BlockProfile) -> dict[str, Any]:

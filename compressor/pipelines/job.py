@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,25 +18,27 @@ from compressor.evaluate.task_files import BUILT_IN_TASK
 from compressor.evaluate.tasks import Task, find_prefix_token, load_tasks
 from compressor.measure.gradients import Damage
 from compressor.measure.probes import refuse_different_widths
-from compressor.measure.profile import Profile
+from compressor.measure.profile import ROWS_PER_FEATURE, Profile, tokens_to_fit
 from compressor.measure.study import Study, StudyOptions, study
 from compressor.measure.verdicts import SAFE_NATS
 from compressor.models.blocks import find_blocks
 from compressor.models.layer_check import check_layers
 from compressor.models.load import load_model, quiet
+from compressor.models.neurons import find_neurons
 from compressor.models.source import context_length, source_of, stored_dtype
 from compressor.patch.checkpoint import count_parameters, refuse_foreign_code
 from compressor.pipelines.recipe import Recipe
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
-from compressor.runtime.names import HUB_TEXTS, RECORD
+from compressor.runtime.names import CALIBRATION_TOKENS, HUB_TEXTS, RECORD
 from compressor.runtime.outputs import reserved
 from compressor.runtime.progress import Progress
 from compressor.runtime.resources import require_disk
-from compressor.text import SPLITS, Text, load_text, parse_text_argument
+from compressor.text import SPLITS, ShortText, Text, group_by_name, load_text, parse_text_argument
 
 DEFAULT_SEQ_LEN = 512
+ROWS_PER_NEURON = 4  # fitted rows for every input and neuron: with half as many the error of a fit is a fifth larger
 REPORT_BYTES = 10 * 2**20
 
 
@@ -91,10 +93,12 @@ def open_job(recipe: Recipe, context: RunContext, *, with_tasks: bool = True) ->
     for task in tasks:
         find_prefix_token(model, tokenizer, task)  # a task that this tokenizer cannot do is refused here
     other = load_other(recipe, model, context) if recipe.cross else None
-    text, recipe = open_text(recipe, model, tokenizer)
+    asked = recipe.calib_tokens
+    text, recipe = open_text(recipe, model, tokenizer, context.progress)
     advise_batches(text, context)
     advise_windows(text, context)
-    crossed = (other[0], open_text(recipe, *other)[0]) if other else None
+    other_recipe = recipe.model_copy(update={"calib_tokens": asked})
+    crossed = (other[0], open_text(other_recipe, *other, context.progress)[0]) if other else None
     return Job(model, tokenizer, text, tasks, recipe, context, began, crossed)
 
 
@@ -148,7 +152,7 @@ def absolute(name: str) -> str:
     return os.path.abspath(os.path.expanduser(name)) if Path(name).expanduser().exists() else name
 
 
-def open_text(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[Text, Recipe]:
+def open_text(recipe: Recipe, model: Any, tokenizer: Any, progress: Progress | None = None) -> tuple[Text, Recipe]:
     """The text in windows that the model can take, and the recipe with what was chosen for it."""
     context = context_length(model)
     seq_len = recipe.seq_len or min(DEFAULT_SEQ_LEN, context or DEFAULT_SEQ_LEN)
@@ -158,17 +162,25 @@ def open_text(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[Text, Recipe]
     for word in recipe.text or (["demo"] if recipe.model == "demo" else ["wikitext2"]):
         name, rest = parse_text_argument(word)
         names.append(absolute(rest) if name is None else f"{name}={absolute(rest)}")
-    with quiet():
-        text = load_text(
+    size = None if recipe.calib_tokens else choose_calibration(model, seq_len)
+
+    def read(tokens: int) -> Text:
+        return load_text(
             names,
             tokenizer,
             seq_len=seq_len,
-            calib_tokens=recipe.calib_tokens,
+            calib_tokens=tokens,
             select_tokens=recipe.select_tokens,
             verify_tokens=recipe.verify_tokens,
             document_separator=read_escapes(recipe.document_separator),
             seed=recipe.seed,
         )
+
+    with quiet():
+        texts = len(group_by_name(names))
+        text = read_enough(read, size.tokens, texts * seq_len) if size else read(recipe.calib_tokens or 0)
+    if size and progress:
+        progress.say(size.describe(text))
     largest = max(int(getattr(text, name).windows.max()) for name in SPLITS)
     rows = model.get_input_embeddings().weight.shape[0]
     if largest >= rows:
@@ -176,7 +188,48 @@ def open_text(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[Text, Recipe]
     prompts = absolute(recipe.prompts) if recipe.prompts else None
     cross = absolute(recipe.cross) if recipe.cross else None
     resolved = {"model": source_of(model).model, "text": names, "seq_len": seq_len, "prompts": prompts, "cross": cross}
-    return text, recipe.model_copy(update=resolved)
+    tokens = recipe.calib_tokens or text.calibration.tokens
+    return text, recipe.model_copy(update={**resolved, "calib_tokens": tokens})
+
+
+@dataclass(frozen=True)
+class CalibrationSize:
+    """The calibration tokens that suit a model, and the features of its largest block that they were chosen by."""
+
+    tokens: int
+    features: int
+
+    def describe(self, text: Text) -> str:
+        chosen, rows = text.calibration.tokens, text.fitting.numel()
+        line = (
+            f"calibration: {chosen:,} tokens, {rows / self.features:.1f} fitted rows for each of {self.features:,} "
+            "features (inputs and neurons of a block)"
+        )
+        short = f"; the text has no more for it, {self.tokens:,} would give {ROWS_PER_NEURON} or more"
+        return line + (short if chosen + text.seq_len * len(text.counts) <= self.tokens else "")
+
+
+def choose_calibration(model: Any, seq_len: int) -> CalibrationSize:
+    """Enough rows to carry the fits of the largest block, on its inputs alone and with its neurons beside them."""
+    block = max(find_blocks(model), key=lambda block: block.parameters)
+    neurons = find_neurons(model, block)
+    features = block.width + (neurons.count if neurons else block.width)
+    rows = max(ROWS_PER_NEURON * features, ROWS_PER_FEATURE * block.width)
+    return CalibrationSize(max(CALIBRATION_TOKENS, tokens_to_fit(rows, seq_len)), features)
+
+
+def read_enough(read: Callable[[int], Text], tokens: int, step: int) -> Text:
+    """The text with so many calibration tokens or, where it is shorter, with as many as it has.
+
+    A text that is too short for the least is refused.
+    """
+    try:
+        return read(tokens)
+    except ShortText as error:
+        if tokens <= CALIBRATION_TOKENS:
+            raise
+        fewer = max(CALIBRATION_TOKENS, min(error.calibration, tokens - step))
+    return read_enough(read, fewer, step)
 
 
 def name_tasks(recipe: Recipe, trust_remote_code: bool) -> tuple[list[Task], Recipe]:

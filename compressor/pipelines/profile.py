@@ -9,7 +9,7 @@ from pathlib import Path
 
 from compressor.measure.gradients import predict_damages
 from compressor.measure.profile import measure
-from compressor.pipelines.describe_profile import describe_corpora, describe_profile
+from compressor.pipelines.describe_profile import describe_corpora, describe_doubts, describe_profile
 from compressor.pipelines.job import Job, absolute, open_job, open_text, study_blocks
 from compressor.pipelines.outputs import save_profile
 from compressor.pipelines.recipe import Recipe
@@ -48,7 +48,8 @@ def profile_one(recipe: Recipe, context: RunContext) -> Record:
     record = describe_profile(job.model, job.tokenizer, job.text, first, study)
     if len(texts) > 1:
         corpora = describe_corpora(list(texts), list(texts.values()), list(profiles.values()))
-        record = record.with_parts(**corpora)
+        others = [describe_doubts(p, f"{name}: ") for name, p in profiles.items()]
+        record = record.with_parts(**corpora, warnings=[doubt for doubts in others for doubt in doubts])
     return record.with_parts(recipe=job.recipe.settings(), timings=job.timings())
 
 
@@ -70,8 +71,8 @@ def open_corpora(recipe: Recipe, context: RunContext) -> tuple[Job, dict[str, Te
     job = open_job(recipe.model_copy(update={"text": corpora.get(first)}), context, with_tasks=False)
     texts = {first: job.text}
     for name in others:
-        asked = job.recipe.model_copy(update={"text": corpora[name]})
-        texts[name] = open_text(asked, job.model, job.tokenizer)[0]
+        asked = job.recipe.model_copy(update={"text": corpora[name], "calib_tokens": recipe.calib_tokens})
+        texts[name] = open_text(asked, job.model, job.tokenizer, job.context.progress)[0]
     if others:
         words = [f"{name}={file}" for name, files in corpora.items() for file in files]
         job = replace(job, recipe=job.recipe.model_copy(update={"text": words}))

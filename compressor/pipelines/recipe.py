@@ -99,7 +99,11 @@ class Recipe(BaseModel):
     seq_len: Annotated[int, Field(strict=True, ge=2)] | None = Field(
         default=None, description="tokens per window  [512, or the model's context]"
     )
-    calib_tokens: Count = Field(default=CALIBRATION_TOKENS, description="tokens to measure and fit on")
+    calib_tokens: Count | None = Field(
+        default=None,
+        description="tokens to measure and fit on  [by the width: 4 fitted for every input and neuron of a block, at "
+        f"least {CALIBRATION_TOKENS}]",
+    )
     select_tokens: Count = Field(default=SELECTION_TOKENS, description="tokens to search on")
     verify_tokens: Count = Field(default=VERIFICATION_TOKENS, description="tokens to report on")
     tasks: Annotated[list[str], BeforeValidator(split_commas)] | None = Field(

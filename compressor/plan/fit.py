@@ -92,6 +92,7 @@ class Fitter:
                 shape = shapes[block.index]
                 kept = kept_sets(shape, candidates.orders, self.device)[0]
                 shrinkage = choose_shrinkage(moments[0], moments[1], outer, kept, shape.rank, root)
+                moments[0].add(moments[1])  # the strength is chosen: the weights are fitted on all rows
                 fitted = fit_shape(
                     moments[0], bias, outer, shape, candidates.orders, root, candidates.ridges, shrinkage
                 )

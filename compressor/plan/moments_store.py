@@ -131,6 +131,7 @@ class MomentsStore:
             neurons = self.neurons[block.index]
             rows = Gradients(**{name: tensor.to(device) for name, tensor in own_gradients.items()})
             survey = survey_block(block, neurons, output_bias(block, neurons, device), fit, held, rows)
+            fit.add(held)  # the ridges are chosen: replacements are fitted on all rows
             moments = pack_moments(fit)
         surveys = []
         for owner, block in enumerate(group):
@@ -150,7 +151,7 @@ class MomentsStore:
         raise InputError(f"the gradients in {self.cache.directory} vanish as they are made; name another with --cache")
 
     def moments(self, index: int) -> Moments:
-        """The moments of z that the block's replacements are fitted on."""
+        """The moments of z that the block's replacements are fitted on: those of all calibration windows."""
         block = self.blocks[index]
         tensors = self.cache.find(self.key("moments", block))
         if tensors is None:  # the cache has lost them since

@@ -7,7 +7,7 @@ from huggingface_hub import ModelCardData
 
 from compressor.report.card_metadata import clean_name, list_problems, list_scores, name_text, remove_markup, text_words
 from compressor.report.export_record import ExportRecord
-from compressor.report.formats import SAME_SPEED, last_part, name_replacement, ratio_interval
+from compressor.report.formats import SAME_SPEED, last_part, name_replacement, name_verdict, ratio_interval
 from compressor.report.record import Record, SavedRecord
 from compressor.report.record_parts import Block, SavedBlock, Source, Speed, TextResult, present
 from compressor.report.tables import task_row, text_row
@@ -194,7 +194,7 @@ def measured_blocks(blocks: list[Block]) -> str:
     for block in blocks:
         before, after = block.params_before, block.params_after
         size = f"{before:,}" if before == after else f"{before:,} → {after:,}"
-        figures = f"{block.r2_lin:.3f} | {block.r2_stream:.3f} | {escape(block.verdict)}"
+        figures = f"{block.r2_lin:.3f} | {block.r2_stream:.3f} | {name_verdict(block.verdict)}"
         rows.append(f"| {block.index} | {figures} | {escape(name_replacement(block.replacement))} | {size} |")
     return "\n".join(rows) + "\n"
 

@@ -35,7 +35,7 @@ from compressor.report.chart_style import (
     write,
 )
 from compressor.report.chart_style import draw as draw
-from compressor.report.formats import interval, last_part, num, percent
+from compressor.report.formats import interval, last_part, name_verdict, num, percent
 from compressor.report.linearity_charts import (
     FEW,
     VERDICTS,
@@ -86,13 +86,14 @@ def blocks(record: Record) -> Chart | None:
 
 def describe_block(block: Block) -> Row:
     low, high = block.r2_lin_ci95
+    verdict = name_verdict(block.verdict)
     note = (
-        f"block {block.index} · {block.verdict}\nR²_lin {num(block.r2_lin)} ({num(low)} … {num(high)}), "
+        f"block {block.index} · {verdict}\nR²_lin {num(block.r2_lin)} ({num(low)} … {num(high)}), "
         f"stream-weighted {num(block.r2_stream)}\nparameters {num(block.params_before)} → {num(block.params_after)}"
     )
     sizes = {"before": block.params_before, "after": block.params_after}
     figures = {"r2": block.r2_lin, "low": low, "high": high, "stream": block.r2_stream}
-    return {"index": block.index, "verdict": block.verdict, "note": note, **figures, **sizes}
+    return {"index": block.index, "verdict": verdict, "note": note, **figures, **sizes}
 
 
 def draw_linearity(rows: Sequence[Row]) -> alt.LayerChart:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
-from compressor.report.record_parts import Replacement, TaskResult
+from compressor.report.record_parts import BlockFigures, Replacement, TaskResult, Verdict
 
 MISSING = "–"
+RIDGE_GAP = 0.01  # the chosen ridge is shown where it explains so much more than plain least squares
 HUGE = 1e15
 SAME_SPEED = "no difference that this machine can tell"
 
@@ -45,6 +46,11 @@ def percent(value: Any, digits: int = 1) -> str:
     return f"{num(100.0 * as_float(value), form=f'.{digits}f')} %" if is_number(value) else MISSING
 
 
+def ends(pair: Sequence[float]) -> str:
+    """An interval of R², or a dash where there is none."""
+    return " … ".join(num(end, form=".3f") for end in pair) if all(map(is_number, pair)) else MISSING
+
+
 def interval(pair: Sequence[float] | None) -> str:
     return " … ".join(num(end, "+") for end in pair) if pair else MISSING
 
@@ -52,6 +58,16 @@ def interval(pair: Sequence[float] | None) -> str:
 def ratio_interval(pair: Sequence[float]) -> str:
     """The interval of a ratio: 0.970–1.040×."""
     return f"{'–'.join(num(end) for end in pair)}×"
+
+
+def name_verdict(verdict: Verdict | None) -> str:
+    """The verdict on a block as a word."""
+    return verdict or "undecided"
+
+
+def ridge_differs(blocks: Sequence[BlockFigures]) -> bool:
+    """Whether the chosen ridge explains more than plain least squares in any block: its rows were few."""
+    return any(block.r2_ridge - block.r2_lin >= RIDGE_GAP for block in blocks)
 
 
 def last_part(path: str | None) -> str:

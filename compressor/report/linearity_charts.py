@@ -29,11 +29,11 @@ from compressor.report.chart_style import (
     overlay,
     r2_ends,
 )
-from compressor.report.formats import interval, last_part, num
+from compressor.report.formats import interval, last_part, name_verdict, num, ridge_differs
 from compressor.report.record import ProfileSet, Record
 from compressor.runtime.errors import shorten, visible
 
-VERDICTS = {"safe": SAFE, "costly": COSTLY, "unsafe": UNSAFE}
+VERDICTS = {"safe": SAFE, "costly": COSTLY, "unsafe": UNSAFE, "undecided": DIM}
 R2 = "R² on held-out rows"
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3]]
 FEW = 12  # marks that can each have their number beside them
@@ -85,12 +85,16 @@ def whole_numbers() -> alt.X:
 
 def depth(record: Record) -> Chart | None:
     names = ["R²_lin, 95 % interval", "stream-weighted"]
+    ridge = ["best ridge"] if ridge_differs(record.blocks) else []
     rows = []
     for block in record.blocks:
         low, high = block.r2_lin_ci95
         note = f"block {block.index}\nR²_lin {num(block.r2_lin)} ({num(low)} … {num(high)})"
         rows.append({"x": block.index, "y": block.r2_lin, "low": low, "high": high, "series": names[0], "note": note})
     rows += line_rows(names[1], ((block.index, block.r2_stream) for block in record.blocks))
+    for name in ridge:
+        names.append(name)
+        rows += line_rows(name, ((block.index, block.r2_ridge) for block in record.blocks))
     points = clean_rows(rows, "x", "y")
     if not points:
         return None
@@ -175,12 +179,13 @@ def cost_rows(record: Record) -> list[Row]:
     for block in record.blocks:
         if trial := block.swap:
             low, high = trial.delta_ci95
+            verdict = name_verdict(block.verdict)
             note = (
-                f"block {block.index} · {block.verdict}\nperplexity {num(trial.baseline)} → {num(trial.compressed)}\n"
+                f"block {block.index} · {verdict}\nperplexity {num(trial.baseline)} → {num(trial.compressed)}\n"
                 f"{num(trial.delta, '+')} ({interval(trial.delta_ci95)})"
             )
             figures: Row = {"delta": trial.delta, "low": low, "high": high}
-            rows.append({"index": block.index, "verdict": block.verdict, "note": note, **figures})
+            rows.append({"index": block.index, "verdict": verdict, "note": note, **figures})
     points = clean_rows(rows, "index", "delta")
     bottom, _ = log_domain(row["delta"] for row in points)
     for row in points:
@@ -240,7 +245,9 @@ def regimes(record: Record) -> Chart | None:
     rows = []
     for b in record.blocks:
         unsafe = b.verdict == "unsafe"
-        note = f"block {b.index} · {b.verdict}\nR²_lin {num(b.r2_lin)}, median feature {num(b.r2_median)}\n"
+        note = (
+            f"block {b.index} · {name_verdict(b.verdict)}\nR²_lin {num(b.r2_lin)}, median feature {num(b.r2_median)}\n"
+        )
         note += f"effective rank {num(b.effective_rank, form='.1f')}"
         about: Row = {
             "kind": "unsafe blocks" if unsafe else "blocks",

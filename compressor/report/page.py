@@ -25,13 +25,16 @@ from compressor.report.formats import (
     SAME_SPEED,
     block_numbers,
     chosen_elsewhere,
+    ends,
     interval,
     is_number,
     last_part,
     name_replacement,
+    name_verdict,
     num,
     percent,
     ratio_interval,
+    ridge_differs,
 )
 from compressor.report.record import ProfileSet, Record
 from compressor.report.record_parts import Block, Sample, TopRow
@@ -184,6 +187,7 @@ def environment() -> Environment:
         **{"num": num, "percent": percent, "interval": interval, "numbers": block_numbers, "files": name_files},
         **{"ratios": ratio_interval, "signed": lambda value: num(value, "+"), "power": show_power, "quoted": repr},
         **{"replacement": name_replacement, "around": text_around, "split": split_sample},
+        **{"ends": ends, "verdict": name_verdict, "ridge_differs": ridge_differs},
     }
     environment.filters |= filters
     environment.globals |= {"outlier_blocks": outlier_blocks, "change": show_change, "same_speed": SAME_SPEED}

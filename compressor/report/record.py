@@ -128,9 +128,9 @@ class Record(Versioned):
         budget = self.budget.model_dump(include={"max_dppl", "asked"})
         return {UNNAMED: TextResult(**self.perplexity.model_dump(), **budget, passed=passed)}
 
-    def blocks_by_verdict(self) -> dict[Verdict, list[int]]:
-        """Block indices by verdict."""
-        words: tuple[Verdict, ...] = ("safe", "costly", "unsafe")
+    def blocks_by_verdict(self) -> dict[Verdict | None, list[int]]:
+        """Block indices by verdict; None are the undecided ones."""
+        words: tuple[Verdict | None, ...] = ("safe", "costly", "unsafe", None)
         return {word: [block.index for block in self.blocks if block.verdict == word] for word in words}
 
     def with_parts(self, **parts: Any) -> Record:

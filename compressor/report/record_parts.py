@@ -172,6 +172,8 @@ class BlockFigures(Part):
     r2_lin: Figure
     r2_lin_ci95: Interval
     r2_stream: Figure
+    r2_ridge: Figure = math.nan  # of the ridge that errs least on held-out rows, and the same stream-weighted
+    r2_ridge_stream: Figure = math.nan
     r2_median: Figure = math.nan
     effective_rank: Figure
     condition_number: Figure = math.nan
@@ -190,7 +192,7 @@ class Block(BlockFigures):
     path: str
     params_before: Annotated[int, Field(ge=1)]
     params_after: Annotated[int, Field(ge=1)]
-    verdict: Verdict
+    verdict: Verdict | None  # None: undecided, the reason says why
     reason: str
     replacement: Replacement
     predicted_dloss: Figure | None = None

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from compressor.report.formats import block_numbers, last_part, num, percent
+from compressor.report.formats import block_numbers, ends, last_part, name_verdict, num, percent, ridge_differs
 from compressor.report.record import ProfileSet, Record, profiles_of
 from compressor.report.record_parts import CrossSummary, Probes, Shape, Together, present
-from compressor.report.tables import make_table, notes
+from compressor.report.tables import make_table, notes, warning_lines
 
 
 def answer(record: Record) -> list[str]:
@@ -28,8 +28,11 @@ def answer(record: Record) -> list[str]:
         lines.append(f"Measured with these blocks replaced together, on {where}; the whole job finds cheaper forms.")
     elif savings := predicted_savings(record):
         lines.append(f"Parameters that a linear map saves, and what it is predicted to cost: {savings}.")
-    safe, costly, unsafe = (block_numbers(indices) or "none" for indices in record.blocks_by_verdict().values())
-    return [*lines, f"Safe: {safe}. Costly: {costly}.", f"Not to be touched: {unsafe}."]
+    safe, costly, unsafe, undecided = (
+        block_numbers(indices) or "none" for indices in record.blocks_by_verdict().values()
+    )
+    lines += [f"Safe: {safe}. Costly: {costly}.", f"Not to be touched: {unsafe}."]
+    return lines if undecided == "none" else [*lines, f"Undecided, for too few rows were fitted: {undecided}."]
 
 
 def predicted_savings(record: Record) -> str:
@@ -126,6 +129,7 @@ def profile_lines(record: Record | ProfileSet) -> list[str]:
         lines += [
             *([f"{last_part(profile.source.model)}:"] if len(profiles) > 1 else []),
             *notes(profile),
+            *warning_lines(profile),
             *finding_lines(profile),
             *answer(profile),
             f"{where}; text {present(text.calibration).source}",
@@ -145,10 +149,19 @@ def profile_tables(record: Record | ProfileSet) -> list[Table]:
 def profile_table(record: Record, title: str | None) -> Table:
     swapped = any(block.swap for block in record.blocks)
     cost = ["ΔPPL alone", "95 % interval"] if swapped else ["predicted nats"]
-    linearity = ["R²_lin", "95 % interval", "stream", "median", "eff. rank", "rank 99 %", "condition"]
+    ridge = ridge_differs(record.blocks)
+    linearity = [
+        "R²_lin",
+        "95 % interval",
+        *(["best ridge"] if ridge else []),
+        "stream",
+        "median",
+        "eff. rank",
+        "rank 99 %",
+        "condition",
+    ]
     table = make_table(["block", *linearity, *cost, "verdict"], left=["verdict"], title=title)
     for block in record.blocks:
-        low, high = block.r2_lin_ci95
         if swapped:
             swap = present(block.swap)
             cost = [f"{swap.delta:+.2f}", f"{swap.delta_ci95[0]:+.2f} … {swap.delta_ci95[1]:+.2f}"]
@@ -157,14 +170,15 @@ def profile_table(record: Record, title: str | None) -> Table:
         table.add_row(
             str(block.index),
             f"{block.r2_lin:.3f}",
-            f"{low:.3f} … {high:.3f}",
+            ends(block.r2_lin_ci95),
+            *([num(block.r2_ridge, form=".3f")] if ridge else []),
             f"{block.r2_stream:.3f}",
             f"{block.r2_median:.3f}",
             f"{block.effective_rank:.1f}",
             str(block.rank_99),
             f"{block.condition_number:.1e}",
             *cost,
-            block.verdict,
-            style={"safe": "green", "unsafe": "yellow"}.get(block.verdict, ""),
+            name_verdict(block.verdict),
+            style={"safe": "green", "unsafe": "yellow"}.get(block.verdict or "", ""),
         )
     return table

@@ -9,7 +9,15 @@ from rich.table import Table
 from rich.text import Text as Styled
 
 from compressor.report.export_record import ExportRecord, PushRecord
-from compressor.report.formats import MISSING, SAME_SPEED, chosen_elsewhere, name_replacement, ratio_interval
+from compressor.report.formats import (
+    MISSING,
+    SAME_SPEED,
+    chosen_elsewhere,
+    ends,
+    name_replacement,
+    name_verdict,
+    ratio_interval,
+)
 from compressor.report.record import Record, SavedRecord
 from compressor.report.record_parts import Check, Parameters, PerplexityChange, TaskResult, TextResult, present
 from compressor.runtime.names import UNNAMED
@@ -31,15 +39,14 @@ def block_table(record: Record) -> Table:
     columns = ("block", "R²_lin", "95 % interval", "stream R²", "top rows", "verdict", "replacement", "parameters")
     table = make_table(columns, left=("verdict", "replacement"))
     for block in record.blocks:
-        low, high = block.r2_lin_ci95
         before, after = block.params_before, block.params_after
         table.add_row(
             str(block.index),
             f"{block.r2_lin:.3f}",
-            f"{low:.3f} … {high:.3f}",
+            ends(block.r2_lin_ci95),
             f"{block.r2_stream:.3f}",
             f"{block.top_row_share:.0%}",
-            block.verdict,
+            name_verdict(block.verdict),
             name_replacement(block.replacement),
             f"{before:,}" if after == before else f"{before:,} → {after:,} ({before / after:.1f}×)",
             style="green" if after != before else "yellow" if block.verdict == "unsafe" else "",
@@ -48,13 +55,8 @@ def block_table(record: Record) -> Table:
 
 
 def notes(record: Record) -> list[str]:
-    """Which blocks must not be touched, and why; and whether too few rows were fitted."""
-    lines = [f"block {block.index} is unsafe: {block.reason}" for block in record.blocks if block.verdict == "unsafe"]
-    rows = record.rows.fitted if record.rows else 0
-    wide = max((block.effective_rank for block in record.blocks), default=0)
-    if 0 < rows < 4 * wide:
-        lines.append(f"only {rows} rows were fitted: R²_lin is pessimistic; raise --calib-tokens")
-    return lines
+    """Which blocks must not be touched, and why."""
+    return [f"block {block.index} is unsafe: {block.reason}" for block in record.blocks if block.verdict == "unsafe"]
 
 
 def perplexity_line(change: PerplexityChange) -> str:
@@ -139,7 +141,7 @@ def check_table(record: Record) -> Table:
     return table
 
 
-def name_verdict(passed: bool | None) -> str:
+def name_outcome(passed: bool | None) -> str:
     return "no budget" if passed is None else "passed" if passed else "FAILED"
 
 
@@ -147,7 +149,7 @@ def text_row(name: str, text: TextResult) -> list[str]:
     low, high = text.delta_ci95
     figures = f"{text.baseline:.3f}", f"{text.compressed:.3f}", f"{text.delta:+.3f}"
     limit = f"{text.max_dppl:+.3f}"
-    return [f"perplexity {name}", *figures, f"{low:+.3f} … {high:+.3f}", limit, name_verdict(text.passed)]
+    return [f"perplexity {name}", *figures, f"{low:+.3f} … {high:+.3f}", limit, name_outcome(text.passed)]
 
 
 def task_row(name: str, task: TaskResult) -> list[str]:
@@ -157,19 +159,19 @@ def task_row(name: str, task: TaskResult) -> list[str]:
     limit = MISSING if task.max_drop is None else f"{sign * task.max_drop:+.4f}"
     figures = f"{task.source:.4f}", f"{task.compressed:.4f}", f"{sign * task.drop + 0.0:+.4f}"
     label = f"task {name} ({task.metric}, {task.documents} documents)"
-    return [label, *figures, f"{low:+.4f} … {high:+.4f}", limit, name_verdict(task.passed)]
+    return [label, *figures, f"{low:+.4f} … {high:+.4f}", limit, name_outcome(task.passed)]
 
 
 def baseline_row(check: Check) -> list[str]:
     measured, limit = (MISSING if value is None else f"{value:.4f}" for value in (check.measured, check.limit))
     figures = ["", measured] if check.name.endswith("compressed") else [measured, ""]
-    return [check.name, *figures, "", "", limit, name_verdict(check.passed)]
+    return [check.name, *figures, "", "", limit, name_outcome(check.passed)]
 
 
 def plan_lines(record: Record, file: Path) -> list[str]:
     selection = [f"selection {name}: {perplexity_line(change)}" for name, change in record.selection.items()]
     size = parameters_line(record.parameters)
-    return [*notes(record), *agreement_lines(record), *selection, size, f"plan: {file}"]
+    return [*notes(record), *warning_lines(record), *agreement_lines(record), *selection, size, f"plan: {file}"]
 
 
 def frontier_table(record: Record) -> Table:

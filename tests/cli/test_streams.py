@@ -34,7 +34,9 @@ def shell(line: str, **settings: str) -> subprocess.CompletedProcess[bytes]:
 
 
 @pytest.mark.parametrize("reader", ["head -1", "head -c 5", "true", "sleep 0"])
-@pytest.mark.parametrize("command", ["info DIR", "info DIR --json", "run --help", "--help", "push DIR me/small --dry-run"])
+@pytest.mark.parametrize(
+    "command", ["info DIR", "info DIR --json", "run --help", "--help", "push DIR me/small --dry-run"]
+)
 def test_a_reader_may_leave(compressed: Path, command: str, reader: str) -> None:
     done = shell(f"compress {command.replace('DIR', str(compressed))} | {reader}")
     assert (done.returncode, done.stderr) == (0, b"")

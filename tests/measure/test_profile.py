@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from planted import SEQ_LEN, LinearFFN, WildFFN, planted_model, random_text
+from planted import SEQ_LEN, ConstantFFN, LinearFFN, WildFFN, planted_model, random_text
 from torch import Tensor
-from zoo import REPRESENTATIVE, tiny_model
+from zoo import REPRESENTATIVE, WIDTH, tiny_model
 
-from compressor.measure.profile import measure, row_weights
+from compressor.measure.gradients import predict_damages
+from compressor.measure.profile import ROWS_PER_FEATURE, BlockProfile, calibration_window, measure, row_weights
+from compressor.measure.study import StudyOptions, study
 from compressor.models.blocks import Block, Rows, backbone, capture_rows, find_blocks
+from compressor.models.neurons import find_neurons
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.text import batches
@@ -92,3 +95,85 @@ def test_nan_activations_are_refused_by_block() -> None:
     model = planted_model(LinearFFN(), WildFFN(outliers=float("nan")), WildFFN())
     with pytest.raises(InputError, match=r"block 1 \(transformer.h.1.mlp\) has NaN or Inf"):
         measure(model, random_text())
+
+
+def assert_constant(block: BlockProfile) -> None:
+    """What R² says of an output that never varies: the mean explains it all, and no row carries anything."""
+    assert block.r2_lin == block.r2_stream == block.r2_ridge == block.r2_ridge_stream == block.r2_median == 1
+    assert block.r2_lin_ci95 == (1, 1)
+    assert block.top_row_share == block.top_position_share == block.effective_rank == 0
+    assert block.top_rows == ()
+    assert block.sufficient_rank == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", REPRESENTATIVE)
+def test_a_block_without_output_weights_is_constant_and_safe(family: str, dtype: torch.dtype) -> None:
+    """Its output is its bias, or zero; rounding divided by rounding must not be an alarm."""
+    model, text = tiny_model(family).to(dtype), random_text()
+    neurons = find_neurons(model, find_blocks(model)[1])
+    assert neurons is not None
+    with torch.no_grad():
+        outer = neurons.outer_matrix.module
+        outer.weight.zero_()
+        if outer.bias is not None:
+            outer.bias.copy_(torch.randn(outer.bias.shape, generator=torch.Generator().manual_seed(0)))
+    profile = measure(model, text)
+    assert_constant(profile.blocks[1])
+    assert profile.blocks[0].r2_lin < 1
+    damages = predict_damages(model, profile, text, RunContext())
+    for swap in (False, True):
+        found = study(model, profile, damages, text, StudyOptions(swap=swap), RunContext())
+        assert found.verdicts[1].word == "safe", found.verdicts[1].reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-3, 3.0, 100.0])
+def test_an_output_that_is_constant_up_to_rounding_is_constant(size: float, dtype: torch.dtype) -> None:
+    model = planted_model(WildFFN(), LinearFFN(), ConstantFFN(size)).to(dtype)
+    wild, linear, constant = measure(model, random_text(), RunContext(batch_size=3)).blocks
+    assert_constant(constant)
+    assert wild.r2_lin < 0.5
+    assert 0.9 < linear.r2_lin < 1
+
+
+def test_a_small_variation_about_a_large_mean_is_not_constant() -> None:
+    block = LinearFFN()
+    with torch.no_grad():
+        block.bias.fill_(1000.0)
+    measured = measure(planted_model(WildFFN(), block, WildFFN(seed=5)), random_text()).blocks[1]
+    assert 0.9 < measured.r2_lin < 1
+    assert measured.effective_rank > 2
+
+
+def test_few_rows_are_named_and_the_ridge_is_chosen_on_held_out_rows() -> None:
+    """Forty rows carry no map of 32 inputs: plain least squares shows its own noise, the ridge the block."""
+    model = planted_model(LinearFFN(), WildFFN(), WildFFN(seed=5))
+    many = measure(model, random_text(120)).blocks
+    for calibration in (6, 12):
+        text = random_text(calibration, seed=3)
+        few = measure(model, text).blocks
+        for block, enough in zip(few, many, strict=True):
+            assert block.carried == (text.fitting.numel() >= ROWS_PER_FEATURE * WIDTH)
+            assert block.r2_ridge >= block.r2_lin
+            assert enough.carried
+            assert enough.r2_ridge == pytest.approx(enough.r2_lin, abs=0.02)
+            assert block.tokens_needed % SEQ_LEN == 0
+            windows = block.tokens_needed // SEQ_LEN
+            assert random_text(windows).fitting.numel() >= ROWS_PER_FEATURE * WIDTH
+        if not few[1].carried:
+            assert few[1].r2_lin < -0.05  # as if a constant were better
+            assert few[1].r2_ridge > -0.05
+            assert few[1].r2_ridge_stream > -0.05
+            fit, held = (raw_rows(model, windows)[1] for windows in (text.fitting, text.held_out))
+            tried, plain = few[1].trial_map, few[1].linear
+            errors = [(held[1] - fitted(held[0])).square().sum() for fitted in (tried, plain)]
+            assert errors[0] < errors[1]
+            assert plain(fit[0]).shape == fit[1].shape
+
+
+def test_the_window_of_a_row_is_its_number_in_the_calibration_text() -> None:
+    text = random_text(17)
+    for which in ("fitting", "held_out"):
+        for number, window in enumerate(getattr(text, which)):
+            assert torch.equal(text.calibration.windows[calibration_window(text, which, number)], window)

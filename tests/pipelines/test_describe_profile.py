@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from planted import LinearFFN, WildFFN, planted_model, random_text
+from planted import SEQ_LEN, LinearFFN, WildFFN, planted_model, random_text
 from pydantic import BaseModel
 from zoo import REPRESENTATIVE, WIDTH, tiny_model
 
@@ -21,6 +21,7 @@ from compressor.measure.verdicts import judge
 from compressor.models.blocks import find_blocks
 from compressor.pipelines.describe_profile import (
     describe_corpora,
+    describe_doubts,
     describe_shape,
     flat,
     ladder_ranks,
@@ -172,6 +173,39 @@ def test_a_trial_that_cost_what_was_predicted_calls_the_alarm_off() -> None:
     assert judge(block, damage, measured=evaluation(2.4, 1.8, 3.1)).word == "costly"  # 0.058 nats
     assert judge(block, damage, limit=0.1, measured=evaluation(2.4, 1.8, 3.1)).word == "safe"
     assert judge(block, damage, measured=evaluation(40.0, 30.0, 50.0)).word == "unsafe"  # 0.69 nats
+
+
+def test_rows_that_carry_no_fit_give_no_verdict() -> None:
+    """Unless a trial shows that the block is safe, or the ridge that it rests on outlier rows."""
+    few = block_of(r2_lin=-0.4, r2_stream=-0.9, r2_ridge=0.3, r2_ridge_stream=0.25, rows_fitted=100)
+    assert not few.carried
+    for damage in (Damage(linear=0.001, factorised=0.001), Damage(linear=0.5, factorised=0.6)):
+        undecided = judge(few, damage)
+        assert undecided.word is None
+        assert "100 fitted rows are 3.1 per input feature" in undecided.reason
+        assert f"--calib-tokens {few.tokens_needed} would do" in undecided.reason
+        assert judge(few, damage, measured=evaluation(0.3, 0.1, 0.7)).word == "safe"
+        assert judge(few, damage, measured=evaluation(0.3, -0.5, 1.1)).word is None
+    outlier = replace(few, r2_ridge=0.9, r2_ridge_stream=0.3)
+    verdict = judge(outlier, Damage(linear=0.001, factorised=0.001), measured=evaluation(0.01, 0.0, 0.02))
+    assert verdict.word == "unsafe"
+    assert "R²_lin of the best ridge 0.90 falls to 0.30" in verdict.reason
+    enough = replace(few, r2_stream=-0.5, rows_fitted=10 * WIDTH)
+    assert judge(enough, Damage(linear=0.5, factorised=0.6)).word == "costly"
+
+
+@pytest.mark.parametrize(
+    ("calibration", "doubts"),
+    [(60, 0), (10, 2), (5, 2), (12, 1), (16, 1), (20, 0)],
+)
+def test_what_the_text_is_too_short_for_is_said_with_the_tokens_that_would_do(calibration: int, doubts: int) -> None:
+    profile = measure(planted_model(WildFFN(), LinearFFN(), WildFFN(seed=5)), random_text(calibration))
+    told = describe_doubts(profile)
+    assert len(told) == doubts
+    for doubt in told:
+        tokens = int(doubt.split("--calib-tokens ")[1].split()[0])
+        longer = measure(planted_model(WildFFN(), LinearFFN(), WildFFN(seed=5)), random_text(tokens // SEQ_LEN))
+        assert doubt.split(":")[0] not in [other.split(":")[0] for other in describe_doubts(longer)]
 
 
 def test_a_row_of_a_table_is_flat() -> None:

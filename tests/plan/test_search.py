@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 import torch
 from planted import LinearFFN, WildFFN, planted_model, random_text
-from torch import nn
+from torch import Tensor, nn
 from zoo import WIDTH, logits, tiny_model
 
 import compressor
 from compressor.evaluate.budget import Budget
 from compressor.evaluate.perplexity import evaluate
 from compressor.measure.moments import Moments
-from compressor.measure.profile import measure
+from compressor.measure.profile import measure, row_weights
 from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import Block, Rows, backbone, capture_rows, find_blocks
+from compressor.models.residual import calibration_streams
 from compressor.patch.tree import patched
+from compressor.plan import fit
 from compressor.plan.candidates import kept_sets
 from compressor.plan.fit import Fitter
 from compressor.plan.frontier import Candidate, find_largest_plan, grow_plans, list_ranks, lower_hull
@@ -271,3 +273,51 @@ def test_a_failed_fit_leaves_the_model_alone() -> None:
     with pytest.raises(RuntimeError, match="broken"):
         fitter.fit_in_order({0: Shape(1), 2: Shape(1)})
     assert not any(isinstance(module, Replacement) for module in model.modules())
+
+
+def fresh_error(model: Any, module: Replacement, index: int, windows: Tensor) -> float:
+    """The squared error of a replacement on rows that nothing was fitted on, with rows weighted as in the fit."""
+    errors: list[Tensor] = []
+
+    def add(_: Block, rows: Rows) -> None:
+        error = (module(rows.x) - rows.y).double().square().sum(-1)
+        errors.append(error * row_weights(rows.h))
+
+    with torch.no_grad(), capture_rows(model, [find_blocks(model)[index]], add):
+        model(input_ids=windows, use_cache=False)
+    return torch.cat(errors).mean().item()
+
+
+@pytest.mark.parametrize("compensated", [False, True])
+def test_replacements_are_fitted_on_all_rows_once_their_strength_is_chosen(
+    compensated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The held-out rows choose ridges; after that they are rows like others, and few rows gain by them."""
+    model, text = tiny_model("llama"), random_text(20)
+    store = open_store(model, text, RunContext())
+    candidates = store.candidates()
+    rows = text.calibration.windows.numel()
+    assert [store.moments(index).rows for index in candidates] == [rows] * len(candidates)
+    fitter = Fitter(store, candidates)
+    seen: list[int] = []
+    fit_shape = fit.fit_shape
+
+    def watch(moments: Moments, *args: Any) -> Any:
+        seen.append(moments.rows)
+        return fit_shape(moments, *args)
+
+    monkeypatch.setattr(fit, "fit_shape", watch)
+    shape = Shape(0, 40)
+    module = (fitter.fit_in_order if compensated else fitter.fit_at_once)({0: shape})[0]
+    assert seen == [rows]
+    if compensated:
+        return
+    block = find_blocks(model)[0]
+    fitting = calibration_streams(model, store.blocks, text, 8)[0]
+    some = collect_moments(model, block, store.neurons[0], fitting, fitter.device, owner=0)
+    assert some.rows == text.fitting.numel()
+    chosen, outer, bias, root = fitter.prepare_block(0)
+    fitted = fit_shape(some, bias, outer, shape, chosen.orders, root, chosen.ridges)
+    windows = random_text(60, seed=9).calibration.windows
+    before = fitter.make_module(chosen, shape, fitted)
+    assert fresh_error(model, module, 0, windows) < fresh_error(model, before, 0, windows)
