@@ -34,7 +34,9 @@ def shell(line: str, **settings: str) -> subprocess.CompletedProcess[bytes]:
 
 
 @pytest.mark.parametrize("reader", ["head -1", "head -c 5", "true", "sleep 0"])
-@pytest.mark.parametrize("command", ["info DIR", "info DIR --json", "run --help", "--help", "push DIR me/small --dry-run"])
+@pytest.mark.parametrize(
+    "command", ["info DIR", "info DIR --json", "run --help", "--help", "push DIR me/small --dry-run"]
+)
 def test_a_reader_may_leave(compressed: Path, command: str, reader: str) -> None:
     done = shell(f"compress {command.replace('DIR', str(compressed))} | {reader}")
     assert (done.returncode, done.stderr) == (0, b"")
@@ -62,7 +64,7 @@ def test_a_full_disk_is_one_line(compressed: Path) -> None:
 def test_every_locale_gets_its_output(compressed: Path, tmp_path: Path, locale: str) -> None:
     done = shell(f"compress info {compressed}", **LOCALES[locale])
     assert (done.returncode, done.stderr) == (0, b"")
-    assert "perplexity".encode() in done.stdout
+    assert b"perplexity" in done.stdout
     assert ("→".encode() in done.stdout) == (locale in ("C", "POSIX"))
     report = shell(f"compress info {compressed} --json", **LOCALES[locale])
     record = json.loads((compressed / "compression.json").read_text(encoding="utf-8"))
