@@ -119,6 +119,11 @@ class Text:
         return turn % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
 
     @property
+    def calibration_sha256(self) -> str:
+        """A hash of the calibration windows and of which of them are held out, for cache keys."""
+        return hashlib.sha256(f"{self.calibration.sha256} {self.is_held_out.tolist()}".encode()).hexdigest()
+
+    @property
     def fitting(self) -> Tensor:
         """The calibration windows that replacements are fitted on."""
         return self.calibration.windows[~self.is_held_out]

@@ -109,6 +109,14 @@ def test_every_named_text_is_fitted_and_held_out(tmp_path: Path, count: int) -> 
         assert {name: firsts.count(name) for name in names} == dict.fromkeys(names, windows)
 
 
+def test_what_is_held_out_is_in_the_hash(file: Path) -> None:
+    """The same calibration windows, of one text or of two."""
+    one = load_text(file, Bytes(), **SIZES)
+    two = Text(one.calibration, one.selection, one.verification, {"a": (5, 10), "b": (5, 10)})
+    assert one.calibration_sha256 != two.calibration_sha256
+    assert one.calibration_sha256 == load_text(file, Bytes(), **SIZES).calibration_sha256
+
+
 def test_same_seed_same_windows(file: Path) -> None:
     first, again, other = (load_text(file, Bytes(), **SIZES, seed=seed) for seed in (3, 3, 4))
     assert splits(first) == splits(again)

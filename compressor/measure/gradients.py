@@ -188,7 +188,7 @@ def predict_damages(model: Any, profile: Profile, text: Text, context: RunContex
         return {"damages": torch.tensor([damages[index] for index in profiles], dtype=ACCUMULATION_DTYPE)}
 
     more = {"seq_len": text.seq_len, "batch": context.batch_size, "gradients": GRADIENT_TOKENS}
-    key = cache_key("damages", identify(model), text.calibration.sha256, **more)
+    key = cache_key("damages", identify(model), text.calibration_sha256, **more)
     rows = context.cache.get("gradients", key, compute)["damages"].tolist()
     return {index: Damage(*row) for index, row in zip(profiles, rows, strict=True)}
 

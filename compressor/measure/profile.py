@@ -103,7 +103,7 @@ class _Measurer:
         self.cache = context.cache
         self.device = moments_device(model)
         more = {"seq_len": text.seq_len, "batch": context.batch_size, "seed": context.seed}
-        self.key = cache_key("profile", identify(model), text.calibration.sha256, **more)
+        self.key = cache_key("profile", identify(model), text.calibration_sha256, **more)
 
     def block_key(self, block: Block) -> dict[str, Any]:
         return {**self.key, "block": block.path}

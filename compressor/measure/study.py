@@ -97,7 +97,7 @@ def run_probes(
         "trained": partial(probe_trained, steps=options.probe_steps, seed=context.seed),
     }
     more = {"seq_len": text.seq_len, "batch": context.batch_size, "seed": context.seed, "rows": rows}
-    key = cache_key("probe", identify(model), text.calibration.sha256, **more)
+    key = cache_key("probe", identify(model), text.calibration_sha256, **more)
 
     def probe_key(kind: str, block: Block) -> dict[str, Any]:
         steps = options.probe_steps if kind == "trained" else None

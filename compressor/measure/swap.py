@@ -137,7 +137,7 @@ class Sweeper:
         self.blocks = [p.block for p in profile.blocks]
         self.windows = text.selection.windows[: max(2, tokens // text.seq_len)]
         more = {"windows": Split(self.windows, "").sha256, "seq_len": text.seq_len, "batch": context.batch_size}
-        self.key = cache_key("swap", identify(model), text.calibration.sha256, **more)
+        self.key = cache_key("swap", identify(model), text.calibration_sha256, **more)
         self.trials = SingleBlockTrials(model, self.blocks, self.windows, context)
         self.before: Losses | None = None
 

@@ -42,7 +42,7 @@ class MomentsStore:
         self.model, self.text, self.neurons = model, text, neurons
         self.cache, self.context, self.progress = cache, context, context.progress
         self.blocks = find_blocks(model)
-        self.identity, self.text_sha256 = identify(model), text.calibration.sha256
+        self.identity, self.text_sha256 = identify(model), text.calibration_sha256
 
     def key(self, kind: str, block: Block, **more: Any) -> dict[str, Any]:
         """All that a measurement of this block on the calibration windows depends on."""
