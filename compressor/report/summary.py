@@ -31,8 +31,8 @@ def answer(record: Record) -> list[str]:
     safe, costly, unsafe, undecided = (
         block_numbers(indices) or "none" for indices in record.blocks_by_verdict().values()
     )
-    lines += [f"Safe: {safe}. Costly: {costly}.", f"Not to be touched: {unsafe}."]
-    return lines if undecided == "none" else [*lines, f"Undecided, for too few rows were fitted: {undecided}."]
+    more = "" if undecided == "none" else f" Undecided, for too few rows were fitted: {undecided}."
+    return [*lines, f"Safe: {safe}. Costly: {costly}.{more}", f"Not to be touched: {unsafe}."]
 
 
 def predicted_savings(record: Record) -> str:
