@@ -52,8 +52,9 @@ def judge(
         return Verdict(
             "safe" if damage.linear <= limit else "costly", f"{cost}, {compare_to_limit(damage.linear, limit)}"
         )
-    worst = math.log(max(measured.baseline + measured.delta_ci95[1], 1e-300) / measured.baseline)
-    return Verdict("safe" if worst <= limit else "costly", f"alone as a linear map: {describe_change(measured)}")
+    return Verdict(
+        "safe" if worst_in_nats(measured) <= limit else "costly", f"alone as a linear map: {describe_change(measured)}"
+    )
 
 
 def judge_all(
@@ -62,6 +63,28 @@ def judge_all(
     """The verdict on every block; `alone` are the measured costs of the blocks that were replaced on trial."""
     profiles = {p.block.index: p for p in profile.blocks}
     return {index: judge(p, damages[index], limit, alone.get(index)) for index, p in profiles.items()}
+
+
+def judge_texts(
+    profile: Profile,
+    damages: Mapping[int, Damage],
+    limits: Mapping[str, float],
+    alone: Mapping[int, Mapping[str, PerplexityChange]],
+) -> dict[int, Verdict]:
+    """The verdict on every block that was replaced on trial, by the text on which it uses most of that text's limit."""
+    verdicts = {}
+    for p in (p for p in profile.blocks if p.block.index in alone):
+        changes = alone[p.block.index]
+        name = max(changes, key=lambda name: worst_in_nats(changes[name]) / limits[name])
+        verdict = judge(p, damages[p.block.index], limits[name], changes[name])
+        where = f" (on text {name})" if len(changes) > 1 else ""
+        verdicts[p.block.index] = Verdict(verdict.word, verdict.reason + where)
+    return verdicts
+
+
+def worst_in_nats(measured: PerplexityChange) -> float:
+    """The upper end of the interval, in nats per token."""
+    return math.log(max(measured.baseline + measured.delta_ci95[1], 1e-300) / measured.baseline)
 
 
 def rise_in_nats(measured: PerplexityChange) -> float:

@@ -199,7 +199,7 @@ def frontier_lines(record: Record, file: Path) -> list[str]:
     text = present(record.text)
     selection = present(text.selection)
     where = f"ΔPPL on the selection text, {selection.tokens:,} tokens, windows of {text.seq_len}"
-    note = "before compensation, which `compress MODEL --max-dppl …` adds"
+    note = "room is left for the noise of the verification text, on which `compress apply` measures"
     return [*agreement_lines(record), f"{where}; {note}", f"written: {', '.join([str(file), *record.figures])}"]
 
 
