@@ -11,7 +11,7 @@ from rich.text import Text as Styled
 from compressor.report.export_record import ExportRecord, PushRecord
 from compressor.report.formats import MISSING, name_replacement
 from compressor.report.record import Record, SavedRecord
-from compressor.report.record_parts import Check, Parameters, PerplexityChange, TaskResult, TextResult, present
+from compressor.report.record_parts import Block, Check, Parameters, PerplexityChange, TaskResult, TextResult, present
 from compressor.runtime.names import UNNAMED
 from compressor.runtime.resources import format_bytes
 
@@ -48,13 +48,23 @@ def block_table(record: Record) -> Table:
 
 
 def notes(record: Record) -> list[str]:
-    """Which blocks must not be touched, and why; and whether too few rows were fitted."""
-    lines = [f"block {block.index} is unsafe: {block.reason}" for block in record.blocks if block.verdict == "unsafe"]
+    """Which blocks are unsafe, why, and what of them was kept; and whether too few rows were fitted."""
+    lines = [note_unsafe(block) for block in record.blocks if block.verdict == "unsafe"]
     rows = record.rows.fitted if record.rows else 0
     wide = max((block.effective_rank for block in record.blocks), default=0)
     if 0 < rows < 4 * wide:
         lines.append(f"only {rows} rows were fitted: R²_lin is pessimistic; raise --calib-tokens")
     return lines
+
+
+def note_unsafe(block: Block) -> str:
+    """Why a block is unsafe. A plan may take a few of its neurons, never a linear map."""
+    if not block.replacement.neurons:
+        return f"block {block.index} is unsafe: {block.reason}"
+    return (
+        f"block {block.index} is unsafe as a linear map ({block.reason}); it keeps "
+        f"{block.replacement.neurons} neurons: that form cost alone what was predicted"
+    )
 
 
 def perplexity_line(change: PerplexityChange) -> str:

@@ -62,7 +62,15 @@ class SimulatedRunner:
         if key not in self.tried:
             bad = self.overflows & set(shapes.items())
             self.overflowing |= bad
-            changes = {} if bad else {"text": change(self.true_cost(shapes, compensated), self.width * self.true_cost(shapes, compensated))}
+            changes = (
+                {}
+                if bad
+                else {
+                    "text": change(
+                        self.true_cost(shapes, compensated), self.width * self.true_cost(shapes, compensated)
+                    )
+                }
+            )
             saved = sum(shape.rank or 0 for shape in shapes.values())
             self.tried[key] = Trial(dict(shapes), predicted, saved, compensated, changes)
         return self.tried[key]
