@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from compressor.plan.shapes import Shape
 
@@ -26,8 +27,14 @@ RANK_SHARES = (
 MOST_TRIALS = 7
 CLOSE_ENOUGH = 0.92  # of the budget: a plan that uses this much is not made larger
 DEAR = 4.0  # times its predicted cost, from which on a step is believed to cost what was measured
-WORTH_CORRECTING = 0.1  # of the budget, that such a step must cost beyond its prediction
 WELL_USED = 0.8  # of the budget: with a plan that uses this much, no more than `MOST_TRIALS` are tried
+
+
+class Cost(NamedTuple):
+    """What a plan costs, in nats per token."""
+
+    measured: float
+    least: float  # that its noise leaves possible
 
 
 @dataclass(frozen=True)
@@ -123,23 +130,22 @@ def correct_scale(scale: float, measured: float, predicted: float) -> float:
 
 
 def find_dear_step(
-    plans: list[Growth], shares: dict[int, float], target: float, measure_share: Callable[[int], float]
+    plans: list[Growth], costs: Mapping[int, Cost], negligible: float, measure: Callable[[int], object]
 ) -> int | None:
-    """The first plan that costs far more than predicted, beyond the plan before it.
+    """The first plan that costs far more than predicted, and by more than its noise, beyond the plan before it.
 
-    `shares` are those of the plans that were tried. Between two of them where the cost rises too far, the step is found
-    by bisection, with more trials.
+    `costs` are those of the plans that were tried; `measure` tries one more. Between two of them where the cost rises
+    too far, the step is found by bisection.
     """
 
     def is_dear(low: int, high: int) -> bool:
-        surplus = step_surplus(plans, shares, target, low, high)
-        return surplus > (DEAR - 1) * predicted_rise(plans, low, high) + WORTH_CORRECTING * target
+        rise = costs[high].least - (costs[low].measured if low >= 0 else 0.0)
+        return rise > DEAR * predicted_rise(plans, low, high) + negligible
 
-    tried = [-1, *sorted(shares)]
-    low, high = next(((a, b) for a, b in pairwise(tried) if is_dear(a, b)), (0, 0))
+    low, high = next(((a, b) for a, b in pairwise([-1, *sorted(costs)]) if is_dear(a, b)), (0, 0))
     while high - low > 1:
         middle = (low + high) // 2
-        shares[middle] = measure_share(middle)
+        measure(middle)
         if is_dear(low, middle):
             high = middle
         elif is_dear(middle, high):
@@ -149,10 +155,6 @@ def find_dear_step(
     return high if high > low else None
 
 
-def step_surplus(plans: list[Growth], shares: Mapping[int, float], target: float, low: int, high: int) -> float:
-    """Nats that the steps from one plan to another cost beyond their prediction; −1 is the plan without steps."""
-    return (shares[high] - shares.get(low, 0.0)) * target - predicted_rise(plans, low, high)
-
-
 def predicted_rise(plans: list[Growth], low: int, high: int) -> float:
+    """Nats that the steps from one plan to another are predicted to cost; −1 is the plan without steps."""
     return plans[high][1] - (plans[low][1] if low >= 0 else 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,15 +23,16 @@ from compressor.plan.frontier import (
     CLOSE_ENOUGH,
     DEAR,
     Candidate,
+    Cost,
     Growth,
     correct_scale,
     find_dear_step,
     find_largest_plan,
     grow_plans,
     lower_hull,
-    step_surplus,
+    predicted_rise,
 )
-from compressor.plan.mild import find_mild_candidates, standard_error
+from compressor.plan.mild import CERTAIN, find_mild_candidates, standard_error
 from compressor.plan.moments_store import open_store
 from compressor.plan.shapes import Shape, Shapes, list_shapes
 from compressor.plan.trials import Trial, TrialRunner
@@ -42,8 +43,9 @@ from compressor.text import Text
 MOST_ENLARGEMENTS = 4
 MOST_COMPENSATIONS = 3
 MOST_CORRECTIONS = 6  # steps of one search that turn out dearer than predicted, and are believed to be
+WORTH_CORRECTING = 0.1  # of the budget, that such a step must cost beyond its prediction
 USUAL_COMPENSATION = 0.85  # cost of a compensated plan over that of the plain one, until it is measured
-ROOM = 1.645  # standard errors left for the verification's noise: one plan in twenty may still miss its budget
+ROOM = 1.96  # standard errors left for the verification's noise; the choice of the largest plan that fits spends some
 
 
 @dataclass(frozen=True)
@@ -224,51 +226,55 @@ class Planner:
 
     def largest_expected(self, budget_factor: float, ceiling: float) -> tuple[Shapes, float] | None:
         """The largest plan that is expected to fit once it is compensated, without shapes that are too slow."""
-        corrections = 0
+        target, corrections = self.limits.smallest * budget_factor, 0
         while True:
             plans = [plan for plan in self.growing_plans() if plan[1] < ceiling]
-            target = self.limits.smallest * budget_factor / self.compensation
             left_out = len(self.runner.overflowing)
-            shares: dict[int, float] = {}  # of the budget, as far as plans were tried
-            share = partial(self.note_share, plans, budget_factor, shares)
-            best = find_largest_plan(plans, target, share, self.scale)
+            costs: dict[int, Cost] = {}  # of the plans that were tried
+            measure_share = partial(self.note_cost, plans, budget_factor, costs)
+            best = find_largest_plan(plans, target / self.compensation, measure_share, self.scale)
             if len(self.runner.overflowing) > left_out:
                 continue
             starved = plans and (plans[best][1] if best is not None else 0.0) < target / DEAR
-            if starved and corrections < MOST_CORRECTIONS and self.believe_dear_step(plans, shares, target, share):
-                corrections += 1
-                continue
+            if starved and corrections < MOST_CORRECTIONS:
+                step = find_dear_step(plans, costs, WORTH_CORRECTING * target, measure_share)
+                if step is not None:
+                    self.believe_step(plans, step, costs)
+                    corrections += 1
+                    continue
             if best is None:
                 return None
             shapes, predicted = self.enlarge(*plans[best], budget_factor, ceiling)
             if not self.ban_slow_shapes(shapes):
                 return shapes, predicted
 
-    def believe_dear_step(
-        self, plans: list[Growth], shares: dict[int, float], target: float, measure_share: Callable[[int], float]
-    ) -> bool:
-        """Whether a step of the growing plans costs far more than predicted; then its block's candidates are corrected.
+    def believe_step(self, plans: list[Growth], step: int, costs: Mapping[int, Cost]) -> None:
+        """Add what a step of the growing plans cost beyond its prediction to its block's candidates from that one on.
 
-        Every larger plan has this step in it, so that one wrong prediction would spend the budget of them all. What the
-        step cost beyond its prediction is added to its block's candidates from that one on.
+        Every larger plan has this step in it, so that one wrong prediction would spend the budget of them all.
         """
-        step = find_dear_step(plans, shares, target, measure_share)
-        if step is None:
-            return False
-        before = plans[step - 1][0] if step else {}
-        shapes = plans[step][0]
+        before, shapes = plans[step - 1][0] if step else {}, plans[step][0]
         index = next(i for i, shape in shapes.items() if before.get(i) != shape)
-        surplus = step_surplus(plans, shares, target, step - 1, step)
+        measured = costs[step].measured - (costs[step - 1].measured if step else 0.0)
+        surplus = measured - predicted_rise(plans, step - 1, step)
         saved = self.space.candidates[index].saved(shapes[index])
         corrected = [replace(c, damage=c.damage + surplus) if c.saved >= saved else c for c in self.candidates[index]]
         self.candidates[index] = [c for c in corrected if math.isfinite(c.damage)]
         self.progress.say(f"  block {index} ({shapes[index]}) costs far more than predicted, and is believed to")
-        return True
 
-    def note_share(self, plans: list[Growth], budget_factor: float, shares: dict[int, float], number: int) -> float:
-        """The share that one of the plans is expected to use, also put into `shares`."""
-        shares[number] = self.expected_share(*plans[number], budget_factor)
-        return shares[number]
+    def note_cost(self, plans: list[Growth], budget_factor: float, costs: dict[int, Cost], number: int) -> float:
+        """The share that one of the plans is expected to use; what it cost is put into `costs`."""
+        trial = self.runner.attempt(*plans[number])
+        costs[number] = self.measured_cost(trial)
+        return self.expected_share(*plans[number], budget_factor)
+
+    def measured_cost(self, trial: Trial) -> Cost:
+        """The nats per token that a trial cost, on the text where it uses most, for the smallest limit."""
+        costs = [Cost(math.inf, math.inf)] if trial.overflows else []
+        for name, change in trial.changes.items():
+            nats, scale = math.log1p(change.delta / change.baseline), self.limits.smallest / self.limits.nats[name]
+            costs.append(Cost(scale * nats, scale * (nats - CERTAIN * standard_error(change))))
+        return max(costs, key=lambda cost: cost.measured)
 
     def expected_share(self, shapes: Shapes, predicted: float, budget_factor: float) -> float:
         """The share of the budget that a plan is expected to use once it is compensated."""
