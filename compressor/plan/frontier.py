@@ -34,7 +34,7 @@ class Cost(NamedTuple):
     """What a plan costs, in nats per token."""
 
     measured: float
-    least: float  # that its noise leaves possible
+    least: float  # less its standard error
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from compressor.plan.frontier import (
     lower_hull,
     predicted_rise,
 )
-from compressor.plan.mild import CERTAIN, find_mild_candidates, standard_error
+from compressor.plan.mild import find_mild_candidates, standard_error
 from compressor.plan.moments_store import open_store
 from compressor.plan.shapes import Shape, Shapes, list_shapes
 from compressor.plan.trials import Trial, TrialRunner
@@ -273,7 +273,7 @@ class Planner:
         costs = [Cost(math.inf, math.inf)] if trial.overflows else []
         for name, change in trial.changes.items():
             nats, scale = math.log1p(change.delta / change.baseline), self.limits.smallest / self.limits.nats[name]
-            costs.append(Cost(scale * nats, scale * (nats - CERTAIN * standard_error(change))))
+            costs.append(Cost(scale * nats, scale * (nats - standard_error(change))))
         return max(costs, key=lambda cost: cost.measured)
 
     def expected_share(self, shapes: Shapes, predicted: float, budget_factor: float) -> float:
