@@ -288,7 +288,8 @@ def our_planner(model: Any, windows: Tensor, directory: Path | None) -> Planner:
     progress = Progress()
     context = RunContext(cache=Cache(directory, progress), batch_size=BATCH, progress=progress)
     space = prepare_search(model, text, context)
-    print(f"ours: rank correlation of predicted and measured Δloss {space.calibration.correlation:.2f}", flush=True)
+    correlation = space.calibrations[UNNAMED].correlation
+    print(f"ours: rank correlation of predicted and measured Δloss {correlation:.2f}", flush=True)
     return make_planner(space, measure(model, text), {UNNAMED: Budget.parse("100%")})
 
 

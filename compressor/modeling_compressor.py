@@ -412,6 +412,12 @@ class CompressedConfig:
         return without_note(loaded)
 
 
+def is_own(config: Any) -> bool:
+    """Whether a quantization_config that is passed on is none at all, or the checkpoint's own (lm-eval does that)."""
+    method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
+    return config is None or method == METHOD
+
+
 class CompressedModel:
     """`AutoModel` of the checkpoint: the stock one, which now knows the quantizer."""
 
@@ -420,7 +426,7 @@ class CompressedModel:
 
     @classmethod
     def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("quantization_config") is not None:
+        if not is_own(kwargs.get("quantization_config")):
             raise ValueError(
                 f"{path} has compressed blocks and cannot be quantised while it loads: its config.json has a "
                 "quantization_config already; quantise the loaded model, whose blocks are made of nn.Linear, or export "

@@ -148,6 +148,11 @@ def resample_scores(
     return torch.cat(scores)
 
 
+def end_score(units: int, confidence: float) -> float:
+    """Standard errors from an estimate to the upper end of its interval, before resampling widens it."""
+    return student_quantile(1 - (1 - confidence) * SPENT_ERROR / 2, units - 1)
+
+
 def student_quantile(level: float, freedom: int) -> float:
     from scipy.stats import t  # takes most of a second to import
 

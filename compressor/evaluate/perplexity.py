@@ -17,12 +17,13 @@ from compressor.models.offload import device_of, disk_weights_of, fetch_weights
 from compressor.models.residual import Stream, open_stream, resume
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
-from compressor.runtime.errors import InputError
+from compressor.runtime.errors import NumericsError
 from compressor.runtime.progress import Progress
 from compressor.text import Split, batches
 
 LOGITS_BYTES = 512 * 2**20  # a batch shrinks until its float32 logits fit
 CHUNK_LOGITS = 4 * 2**20  # logits handled at a time, few enough to stay in the processor's cache
+LARGEST_LOSS = 700.0  # nats: the perplexity of more is beyond float64
 
 
 @dataclass(frozen=True)
@@ -182,9 +183,9 @@ def evaluate(
                 advance(1)
     losses = Losses(torch.cat(distributed.gather(nats)))
     means = losses.windows
-    bad = (~means.isfinite()).nonzero()
+    bad = (~(means < LARGEST_LOSS)).nonzero()
     if len(bad):
-        raise InputError(
+        raise NumericsError(
             f"the model's loss is {means[bad[0]].item()} in window {bad[0].item()}: its activations overflow; "
             "try --dtype float32"
         )

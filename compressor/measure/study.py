@@ -24,7 +24,7 @@ from compressor.measure.probes import (
 )
 from compressor.measure.profile import Profile
 from compressor.measure.swap import SWAPPED_BELOW, Sweep, Sweeper
-from compressor.measure.verdicts import SAFE_NATS, Verdict, judge_all
+from compressor.measure.verdicts import SAFE_NATS, Verdict, judge_all, judge_texts
 from compressor.models.blocks import Block
 from compressor.models.source import identify
 from compressor.runtime.cache import Tensors, cache_key
@@ -65,17 +65,25 @@ def study(
     text: Text,
     options: StudyOptions,
     context: RunContext,
-    limit: float = SAFE_NATS,
+    limits: Mapping[str, float] | None = None,
 ) -> Study:
-    """Replace every block on trial (if asked for), judge the blocks, and run the probes that are asked for."""
+    """Replace every block on trial (if asked for), judge the blocks, and run the probes that are asked for.
+
+    `limits` are the nats that a safe block may cost each text.
+    """
+    limits = limits or dict.fromkeys(text.counts, SAFE_NATS)
     swap = options.swap
     if swap is None:
         swap = sum(p.numel() for p in model.parameters()) < SWAPPED_BELOW
     sweeper = Sweeper(model, profile, text, options.swap_tokens, context) if swap else None
     alone, seconds, whole_seconds = sweeper.alone() if sweeper else ({}, 0.0, 0.0)
-    verdicts = judge_all(profile, damages, limit, alone)
+    verdicts = judge_all(profile, damages, min(limits.values()), {})
     sweep = None
     if sweeper:
+        verdicts |= judge_texts(profile, damages, limits, sweeper.by_text)
+        overflow = Verdict("unsafe", "its linear map overflows in the dtype that the model computes in")
+        verdicts |= dict.fromkeys(sweeper.overflowing, overflow)
+    if sweeper and alone:
         usable = [p for p in profile.blocks if verdicts[p.block.index].word != "unsafe"]
         usable.sort(key=lambda p: alone[p.block.index].delta)
         sweep = Sweep(alone, sweeper.together(usable), seconds, whole_seconds)

@@ -6,6 +6,7 @@ the windows are carried through the model once, and each replacement runs only t
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.evaluate.perplexity import Losses, PerplexityChange, compare, evaluate, has_plain_head, limit_batch_size
+from compressor.evaluate.perplexity import (
+    Losses,
+    PerplexityChange,
+    compare,
+    compare_parts,
+    evaluate,
+    has_plain_head,
+    limit_batch_size,
+)
 from compressor.measure.moments import ACCUMULATION_DTYPE
 from compressor.measure.profile import BlockProfile, Profile
 from compressor.modeling_compressor import Replacement
@@ -26,6 +35,7 @@ from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import as_stored, patched
 from compressor.runtime.cache import Tensors, cache_key
 from compressor.runtime.context import RunContext
+from compressor.runtime.errors import NumericsError
 from compressor.text import Split, Text
 
 SWAPPED_BELOW = 500_000_000  # parameters: in smaller models every block is replaced on trial by default
@@ -44,9 +54,10 @@ class BlockGroup:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The cost of every block replaced alone, by index, and of groups of blocks.
+    """The cost of every block replaced alone, by index, and of groups of blocks, on all texts together.
 
-    `seconds` is the time that the single blocks took, `whole_seconds` that of one evaluation of the same windows.
+    A block whose linear map overflows has no cost. `seconds` is the time that the single blocks took, `whole_seconds`
+    that of one evaluation of the same windows.
     """
 
     alone: dict[int, PerplexityChange]
@@ -58,6 +69,23 @@ class Sweep:
     def ratio(self) -> float:
         """The time of the sweep, as a share of one whole evaluation per block."""
         return self.seconds / (len(self.alone) * self.whole_seconds)
+
+
+def spread_windows(text: Text, tokens: int) -> tuple[Split, dict[str, slice]]:
+    """About this many tokens of every text's selection windows, evenly spaced, and the windows of each text.
+
+    A text may consist of several files, so its first windows alone would not do.
+    """
+    wanted = max(2, tokens // text.seq_len)
+    chosen: list[int] = []
+    parts: dict[str, slice] = {}
+    for name, part in text.parts("selection").items():
+        count = min(wanted, part.stop - part.start)
+        start = len(chosen)
+        chosen += [part.start + (2 * k + 1) * (part.stop - part.start) // (2 * count) for k in range(count)]
+        parts[name] = slice(start, len(chosen))
+    documents = text.selection.documents
+    return Split(text.selection.windows[chosen], "", None if documents is None else documents[chosen]), parts
 
 
 class SingleBlockTrials:
@@ -129,17 +157,20 @@ class SingleBlockTrials:
 
 
 class Sweeper:
-    """Replaces blocks of a measured model by their least-squares maps, on the first windows of the selection text."""
+    """Replaces blocks of a measured model by their least-squares maps, on some selection windows of every text."""
 
     def __init__(self, model: Any, profile: Profile, text: Text, tokens: int, context: RunContext) -> None:
         self.model, self.profile, self.context = model, profile, context
         self.cache, self.progress = context.cache, context.progress
         self.blocks = [p.block for p in profile.blocks]
-        self.windows = text.selection.windows[: max(2, tokens // text.seq_len)]
-        more = {"windows": Split(self.windows, "").sha256, "seq_len": text.seq_len, "batch": context.batch_size}
+        self.split, self.parts = spread_windows(text, tokens)
+        self.windows = self.split.windows
+        more = {"windows": self.split.sha256, "seq_len": text.seq_len, "batch": context.batch_size}
         self.key = cache_key("swap", identify(model), text.calibration_sha256, **more)
         self.trials = SingleBlockTrials(model, self.blocks, self.windows, context)
         self.before: Losses | None = None
+        self.by_text: dict[int, dict[str, PerplexityChange]] = {}  # the cost of every block alone, text by text
+        self.overflowing: list[int] = []  # blocks whose linear maps overflow
 
     def alone(self) -> tuple[dict[int, PerplexityChange], float, float]:
         """The cost of every block replaced alone, the seconds of this sweep, and those of one whole evaluation."""
@@ -156,14 +187,28 @@ class Sweeper:
         self.trials.stream = self.trials.sample = None
         pass_seconds, whole = baseline["seconds"].tolist()
         seed = self.context.seed
-        changes = {index: compare(self.before, Losses(nats), seed=seed) for index, nats in after.items()}
+        losses = {index: Losses(nats) for index, nats in after.items() if nats.isfinite().all()}
+        self.overflowing = [index for index in after if index not in losses]
+        changes = {index: self.compare(found) for index, found in losses.items()}
+        self.by_text = {
+            index: compare_parts(self.before, found, self.split, self.parts, seed=seed)
+            for index, found in losses.items()
+        }
         # One evaluation of the unchanged model is needed in any case: it does not count as time of the sweep.
         return changes, seconds + pass_seconds - whole, whole
 
+    def compare(self, after: Losses) -> PerplexityChange:
+        """The change in perplexity on all windows of the sweep."""
+        assert self.before is not None
+        return compare(self.before, after, seed=self.context.seed, documents=self.split.documents)
+
     def swap(self, p: BlockProfile) -> Tensors:
-        """The losses with this block replaced, and the seconds that it took."""
+        """The losses with this block replaced, and the seconds that it took; infinite losses where they overflow."""
         began = time.perf_counter()
-        nats = self.trials.measure_swapped(p.block.index, linear_module(self.model, p)).nats
+        try:
+            nats = self.trials.measure_swapped(p.block.index, linear_module(self.model, p)).nats
+        except NumericsError:
+            nats = torch.full((len(self.windows), self.windows.shape[1] - 1), math.inf)
         return {"nats": nats, "seconds": torch.tensor(time.perf_counter() - began, dtype=ACCUMULATION_DTYPE)}
 
     def baseline(self) -> Tensors:
@@ -192,8 +237,10 @@ class Sweeper:
                 fits = {p.block.index: linear_module(self.model, p) for p in chosen[:count]}
                 key = {**self.key, "together": sorted(fits)}
                 nats = self.cache.get("", key, partial(self.replace, fits))["nats"]
+                if not nats.isfinite().all():
+                    break
                 removed = sum(p.block.parameters - count_parameters(fits[p.block.index]) for p in chosen[:count])
-                change = compare(self.before, Losses(nats), seed=self.context.seed)
+                change = self.compare(Losses(nats))
                 groups.append(BlockGroup(tuple(sorted(fits)), removed, change))
                 advance(1)
                 if change.delta > LARGEST_RISE * change.baseline:
@@ -201,8 +248,11 @@ class Sweeper:
         return groups
 
     def replace(self, fits: dict[int, Replacement]) -> Tensors:
-        with patched(self.model, self.blocks, fits):
-            return {"nats": evaluate(self.model, self.windows, self.context).nats}
+        try:
+            with patched(self.model, self.blocks, fits):
+                return {"nats": evaluate(self.model, self.windows, self.context).nats}
+        except NumericsError:
+            return {"nats": torch.full((len(self.windows), self.windows.shape[1] - 1), math.inf)}
 
 
 def linear_module(model: Any, p: BlockProfile) -> Replacement:

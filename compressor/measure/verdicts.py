@@ -78,6 +78,23 @@ def judge_all(
     return {index: judge(p, damages[index], limit, alone.get(index)) for index, p in profiles.items()}
 
 
+def judge_texts(
+    profile: Profile,
+    damages: Mapping[int, Damage],
+    limits: Mapping[str, float],
+    alone: Mapping[int, Mapping[str, PerplexityChange]],
+) -> dict[int, Verdict]:
+    """The verdict on every block that was replaced on trial, by the text on which it uses most of that text's limit."""
+    verdicts = {}
+    for p in (p for p in profile.blocks if p.block.index in alone):
+        changes = alone[p.block.index]
+        name = max(changes, key=lambda name: upper_nats(changes[name]) / limits[name])
+        verdict = judge(p, damages[p.block.index], limits[name], changes[name])
+        where = f" (on text {name})" if len(changes) > 1 else ""
+        verdicts[p.block.index] = Verdict(verdict.word, verdict.reason + where)
+    return verdicts
+
+
 def rise_in_nats(measured: PerplexityChange) -> float:
     return math.log(measured.compressed / measured.baseline)
 

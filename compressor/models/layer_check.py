@@ -196,7 +196,8 @@ def find_unusual_layer(layer: nn.Module, call: Call, own: OwnPass, position: int
         return f"cannot be run by itself{blame(recorded, real)} ({reason_of(error)})"
     if not is_close(output, own.outputs[position]):
         return f"returns something else when it is run by itself{blame(recorded, real)}"
-    return None if torch.equal(state, own.inputs[position]) else "changes its input in place"
+    same = torch.equal(state.nan_to_num(), own.inputs[position].nan_to_num())  # NaN differs even from itself
+    return None if same else "changes its input in place"
 
 
 def blame(recorded: Mapping[ArgumentPath, Any], real: Mapping[ArgumentPath, Any]) -> str:

@@ -43,7 +43,7 @@ def run(recipe: Recipe, plan_file: Path, context: RunContext) -> Record:
     recipe = recipes.validate({**recorded, **given}, f"plan {plan_file}")
     recipe.require_budget()
     if not shapes:
-        raise InputError(f"plan {plan_file} replaces no block; there is nothing to apply")
+        raise InputError(f"plan {plan_file} {why_nothing_to_apply(plan)}")
     with reserved_out(recipe, context) as out:
         job = open_job(recipe, context)
         require_room(job, out)
@@ -79,6 +79,17 @@ def read_plan(file: Path) -> PlanRecord:
         return PlanRecord.model_validate(values)
     except ValidationError as error:
         raise InputError(f"plan {file} is not a plan: {list_mistakes(error)}") from error
+
+
+def why_nothing_to_apply(plan: PlanRecord) -> str:
+    """Why a plan without replacements has none; that of several budgets only names the files of its plans."""
+    files = [point.file for point in plan.frontier if point.file]
+    if not files:
+        return "replaces no block; there is nothing to apply"
+    plans = "1 plan" if len(files) == 1 else f"{len(files)} plans"
+    return (
+        f"is the frontier of several budgets and holds {plans}, each in a file of its own: apply {' or '.join(files)}"
+    )
 
 
 def shapes_of(plan: PlanRecord) -> dict[int, Shape]:

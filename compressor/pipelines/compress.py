@@ -41,7 +41,7 @@ def run(recipe: Recipe, context: RunContext) -> Record:
         source = evaluator.measure(job.model, "source", identify(job.model))
         limits = compute_limits(evaluator.budgets, evaluator.perplexities(source.losses))
         space = prepare_search(job.model, job.text, job.context)
-        study = study_blocks(job, profile, space.damages, limits.smallest)
+        study = study_blocks(job, profile, space.damages, limits.nats)
         planner = Planner(space, limits, study.verdicts, objective=job.recipe.objective)
         verified = search_and_verify(planner, evaluator, source)
 

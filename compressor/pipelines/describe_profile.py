@@ -89,7 +89,7 @@ def describe_block(p: BlockProfile, study: Study, top_rows: list[parts.TopRow]) 
     damage, verdict = study.damages[index], study.verdicts[index]
     ranks = ladder_ranks(len(p.ladder) - 1)
     optional: dict[str, Any] = {}
-    if study.sweep:
+    if study.sweep and index in study.sweep.alone:
         optional["swap"] = parts.Trial(**trial_values(study.sweep.alone[index]))
     if index in study.bilinear:
         bilinear = study.bilinear[index]

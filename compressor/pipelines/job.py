@@ -20,7 +20,6 @@ from compressor.measure.gradients import Damage
 from compressor.measure.probes import refuse_different_widths
 from compressor.measure.profile import ROWS_PER_FEATURE, Profile, tokens_to_fit
 from compressor.measure.study import Study, StudyOptions, study
-from compressor.measure.verdicts import SAFE_NATS
 from compressor.models.blocks import find_blocks
 from compressor.models.layer_check import check_layers
 from compressor.models.load import load_model, quiet
@@ -265,11 +264,13 @@ def make_evaluator(
     )
 
 
-def study_blocks(job: Job, profile: Profile, damages: Mapping[int, Damage], limit: float = SAFE_NATS) -> Study:
+def study_blocks(
+    job: Job, profile: Profile, damages: Mapping[int, Damage], limits: Mapping[str, float] | None = None
+) -> Study:
     """Trials, probes and a second model, as the recipe wants them, and the verdict on every block."""
     recipe = job.recipe
     wanted = StudyOptions(recipe.swap, recipe.swap_tokens, recipe.probe or (), recipe.probe_steps, job.other)
-    return study(job.model, profile, damages, job.text, wanted, job.context, limit)
+    return study(job.model, profile, damages, job.text, wanted, job.context, limits)
 
 
 def reserved_out(recipe: Recipe, context: RunContext) -> AbstractContextManager[Path]:

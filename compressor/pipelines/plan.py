@@ -17,7 +17,7 @@ from compressor.pipelines.describe import describe_budget, describe_plan
 from compressor.pipelines.describe_profile import describe_profile
 from compressor.pipelines.job import Job, open_job
 from compressor.pipelines.recipe import Recipe
-from compressor.plan.search import Plan, Planner, SearchSpace, prepare_search
+from compressor.plan.search import ROOM, Plan, Planner, SearchSpace, prepare_search
 from compressor.report.charts import draw_frontier
 from compressor.report.record import Record
 from compressor.report.record_parts import FrontierPoint
@@ -46,7 +46,7 @@ def run(recipe: Recipe, out: Path, context: RunContext) -> Record:
         verdicts = judge_all(profile, space.damages, limits.smallest, {})
         searches.append(Search(job, profile, space, limits, verdicts, words))
     if len(searches) == 1:
-        record = searches[0].describe_result(searches[0].find(compensate=True))
+        record = searches[0].describe_result(searches[0].find())
         write_json(out, record.to_json_value())
         return record
     points = [find_point(search, out) for search in searches]
@@ -68,11 +68,10 @@ class Search:
     verdicts: dict[int, Verdict]
     words: list[str]
 
-    def find(self, *, compensate: bool) -> Plan:
-        """The largest plan; BudgetError when nothing fits."""
+    def find(self) -> Plan:
+        """The largest plan that leaves room for the verification's noise; BudgetError when nothing fits."""
         objective = self.job.recipe.objective
-        planner = Planner(self.space, self.limits, self.verdicts, objective=objective, compensate=compensate)
-        return planner.search()
+        return Planner(self.space, self.limits, self.verdicts, objective=objective, room=ROOM).search()
 
     def describe(self) -> Record:
         """The record before the search."""
@@ -91,7 +90,7 @@ def find_point(search: Search, out: Path) -> FrontierPoint:
     """One point of the frontier: its plan in a file of its own, what goes, and what it costs on the selection text."""
     asked, job = search.words[0], search.job
     try:
-        plan = search.find(compensate=False)
+        plan = search.find()
     except BudgetError as error:
         return FrontierPoint(asked=asked, removed=0, removed_fraction=0.0, reason=str(error))
     file = out.with_name(f"{out.stem}-{asked.replace('%', 'pct')}{out.suffix}")

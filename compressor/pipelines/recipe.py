@@ -122,7 +122,7 @@ class Recipe(BaseModel):
         default=None,
         description="replace every block alone by its linear map and measure ΔPPL  [on below 500 M parameters]",
     )
-    swap_tokens: Count = Field(default=4096, description="tokens of the selection text for --swap")
+    swap_tokens: Count = Field(default=4096, description="tokens of every selection text for --swap")
     probe: Annotated[list[Literal["bilinear", "trained"]], BeforeValidator(split_commas)] | None = Field(
         default=None,
         description="bilinear: is the residual quadratic; trained: how far Adam stays below the closed form",

@@ -2,45 +2,82 @@
 
 One block at a time is replaced by half of its neurons, or by a linear map where its neurons are not known. The forward
 pass begins at the block, since nothing before it changes. Where measurement and prediction differ, the block's other
-predictions are corrected.
+predictions are corrected. Every text is measured by itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from compressor.measure.swap import SingleBlockTrials
+from compressor.measure.swap import SingleBlockTrials, spread_windows
 from compressor.plan.candidates import BlockCandidates
 from compressor.plan.fit import Fitter
 from compressor.plan.frontier import Candidate
 from compressor.plan.moments_store import MomentsStore
 from compressor.runtime.cache import Tensors
+from compressor.runtime.errors import NumericsError
 
-TRIAL_TOKENS = 4096
-FACTOR_LIMITS = (0.25, 4.0)  # the smallest and the largest ratio of measured and predicted cost that is believed
+TRIAL_TOKENS = 4096  # of every text
+USUAL_FACTORS = (0.25, 4.0)  # the smallest and the largest ratio of measured and predicted cost that neighbours show
+LEAST_FACTOR = 0.01  # a block that measured as free still costs something
+DOUBT = 0.00135  # probability that a measurement lies this far off by chance: three standard errors of many windows
+NEGLIGIBLE = 1e-5  # nats per token: added to both sides of a ratio, since a ratio of two nothings says nothing
 NEIGHBOUR_DISTANCE = 3.0  # blocks over which the weight of a neighbour falls by a factor of e
 LEAST_VARIANCE = 0.05  # of a log ratio: added to the noise, so that no block counts as measured exactly
 
 
 @dataclass(frozen=True)
 class Point:
-    """One replacement in one block alone: predicted and measured nats per token, with the standard error."""
+    """One replacement in one block alone, on one text: predicted and measured nats per token, with the standard error.
+
+    The error of a single window is not known: it is infinite.
+    """
 
     candidate: Candidate
     predicted: float
     measured: float
     error: float
+    windows: int
+
+    @property
+    def index(self) -> int:
+        return self.candidate.index
+
+    @property
+    def noise(self) -> float:
+        """The variance of the log ratio."""
+        if not math.isfinite(self.error):
+            return math.inf
+        return ((self.error + NEGLIGIBLE) / max(self.measured, self.error, NEGLIGIBLE)) ** 2
+
+    @property
+    def usual_log(self) -> float:
+        """The logarithm of measured over predicted cost, within what neighbours show: no outlier may drag others."""
+        return math.log(min(max(self.ratio(self.measured), USUAL_FACTORS[0]), USUAL_FACTORS[1]))
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The ratios that the measurement's own noise leaves possible."""
+        if self.windows < 2 or not math.isfinite(self.error):
+            return -math.inf, math.inf
+        from scipy.stats import t  # takes most of a second to import
+
+        reach = self.error * float(t.isf(DOUBT, self.windows - 1))
+        return self.ratio(self.measured - reach), self.ratio(self.measured + reach)
+
+    def ratio(self, nats: float) -> float:
+        return (nats + NEGLIGIBLE) / (max(self.predicted, 0.0) + NEGLIGIBLE)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """One trial in every block, in order of depth."""
+    """One trial in every block on one text, in order of depth. A block whose trial overflowed has none."""
 
     points: list[Point]
 
@@ -49,38 +86,42 @@ class Calibration:
         """Spearman's rank correlation of predicted and measured costs, over blocks."""
         return rank_correlation([p.predicted for p in self.points], [p.measured for p in self.points])
 
-    def factors(self) -> dict[int, float]:
+    def factors(self, blocks: Iterable[int] = ()) -> dict[int, float]:
         """What to multiply each block's predictions by: its measured ratio, shrunk towards those of its neighbours.
 
         The noisier a measurement, the more it is shrunk: otherwise blocks that happened to measure low would be cut
-        most. The ratio changes slowly with depth, so that of the neighbours is the best guess for a noisy block.
+        most. The ratio changes slowly with depth, so that of the neighbours is the best guess for a noisy block, and
+        for those of `blocks` that were not measured. But a measurement that contradicts this guess by more than its
+        noise is believed, however large the ratio.
         """
-        logs = [math.log(clamped_ratio(p)) for p in self.points]
-        noise = [(p.error / max(p.measured, p.error, 1e-300)) ** 2 for p in self.points]
-        neighbours = []  # weighted means of the log ratios around each block
-        for i in range(len(logs)):
-            weights = [
-                math.exp(-abs(i - j) / NEIGHBOUR_DISTANCE) / (noise[j] + LEAST_VARIANCE) if j != i else 0.0
-                for j in range(len(logs))
-            ]
-            total = sum(weights)
-            neighbours.append(sum(w * log for w, log in zip(weights, logs, strict=True)) / total if total else logs[i])
-        trust = [1 / (n + LEAST_VARIANCE) ** 2 for n in noise]
-        excess = [(log - mean) ** 2 - n for log, mean, n in zip(logs, neighbours, noise, strict=True)]
-        # The variance between blocks that noise does not explain.
-        variance = max(0.0, sum(t * e for t, e in zip(trust, excess, strict=True)) / max(sum(trust), 1e-300))
+        means = {p.index: self.mean_around(p.index) for p in self.points}
+        variance = self.excess_variance(means)
         factors = {}
-        for point, log, mean, n in zip(self.points, logs, neighbours, noise, strict=True):
-            weight = variance / (variance + n) if variance + n > 0 else 1.0
-            factors[point.candidate.index] = math.exp(weight * log + (1 - weight) * mean)
-        return factors
+        for p in self.points:
+            weight = variance / (variance + p.noise) if variance + p.noise > 0 else 1.0
+            factor = math.exp(weight * p.usual_log + (1 - weight) * means[p.index])
+            low, high = p.bounds
+            factors[p.index] = max(min(max(factor, low), high), LEAST_FACTOR)
+        return {index: math.exp(self.mean_around(index)) for index in blocks} | factors
 
+    def mean_around(self, index: int) -> float:
+        """The weighted mean of the log ratios around a block: near blocks and those measured well count most.
 
-def clamped_ratio(point: Point) -> float:
-    """Measured over predicted cost, within `FACTOR_LIMITS`."""
-    if point.predicted <= 0:
-        return 1.0
-    return min(max(point.measured / point.predicted, FACTOR_LIMITS[0]), FACTOR_LIMITS[1])
+        It is 0 where nothing is known, and that of a model's only block is its own.
+        """
+        total = mean = 0.0
+        for p in self.points:
+            if p.index != index or len(self.points) == 1:
+                weight = math.exp(-abs(p.index - index) / NEIGHBOUR_DISTANCE) / (p.noise + LEAST_VARIANCE)
+                total, mean = total + weight, mean + weight * p.usual_log
+        return mean / total if total > 0 else 0.0
+
+    def excess_variance(self, means: Mapping[int, float]) -> float:
+        """The variance between blocks that noise does not explain."""
+        known = [p for p in self.points if math.isfinite(p.noise)]
+        trust = [1 / (p.noise + LEAST_VARIANCE) ** 2 for p in known]
+        excess = [(p.usual_log - means[p.index]) ** 2 - p.noise for p in known]
+        return max(0.0, sum(t * e for t, e in zip(trust, excess, strict=True)) / max(sum(trust), 1e-300))
 
 
 def rank_correlation(first: list[float], second: list[float]) -> float:
@@ -101,46 +142,86 @@ def typical_candidate(of_block: BlockCandidates) -> Candidate:
     return min(pruned, key=lambda c: abs(c.shape.neurons - half))
 
 
-def calibrate(store: MomentsStore, candidates: Mapping[int, BlockCandidates], fitter: Fitter) -> Calibration:
-    """Measure a typical replacement in every block alone, on the first windows of the selection text."""
+def calibrate(
+    store: MomentsStore, candidates: Mapping[int, BlockCandidates], fitter: Fitter
+) -> tuple[dict[str, Calibration], list[Candidate]]:
+    """Measure a typical replacement in every block alone, on some selection windows of every text.
+
+    Also returned are the candidates whose activations or weights overflowed.
+    """
     text, context = store.text, store.context
-    windows = text.selection.windows[: max(2, TRIAL_TOKENS // text.seq_len)]
+    split, parts = spread_windows(text, TRIAL_TOKENS)
     chosen = {index: typical_candidate(of_block) for index, of_block in sorted(candidates.items())}
-    trials = SingleBlockTrials(store.model, store.blocks, windows, context)
+    trials = SingleBlockTrials(store.model, store.blocks, split.windows, context)
     before: list[Tensor] = []  # the windows' losses in the source, measured when the first block needs them
 
     def measure(index: int, candidate: Candidate) -> Tensors:
         if not before:
             before.append(trials.measure_losses().windows)
-        module = fitter.fit_at_once({index: candidate.shape})[index]
-        rise = trials.measure_replaced(index, module).windows - before[0]
-        return {"rise": torch.stack([rise.mean(), rise.std() / len(rise) ** 0.5])}
+        try:
+            module = fitter.fit_at_once({index: candidate.shape})[index]
+            return {"rises": trials.measure_replaced(index, module).windows - before[0]}
+        except NumericsError:
+            return {"rises": torch.full_like(before[0], math.inf)}
 
-    selection = text.selection.sha256
+    measured_on = split.sha256
     keys = {
-        index: store.key("agreement", store.blocks[index], selection=selection, shape=str(candidate.shape))
+        index: store.key("agreement", store.blocks[index], measured=measured_on, shape=str(candidate.shape))
         for index, candidate in chosen.items()
     }
     if all(store.cache.has(key) for key in keys.values()):
         context.progress.say("agreement: measured before")
-    points = []
+    points: dict[str, list[Point]] = {name: [] for name in parts}
+    overflowing = []
     for index, key in context.progress.track("agreement", keys.items(), len(keys)):
         candidate = chosen[index]
-        measured, error = store.cache.get("", key, partial(measure, index, candidate))["rise"].tolist()
-        points.append(Point(candidate, candidate.damage, measured, error))
-    calibration = Calibration(points)
-    context.progress.say(
-        f"predicted against measured Δloss of {len(points)} blocks: rank correlation {calibration.correlation:.2f}"
-    )
-    return calibration
+        rises = store.cache.get("", key, partial(measure, index, candidate))["rises"]
+        if not rises.isfinite().all():
+            overflowing.append(candidate)
+            continue
+        for name, part in parts.items():
+            points[name].append(measure_point(candidate, rises[part]))
+    calibrations = {name: Calibration(of_text) for name, of_text in points.items()}
+    for name, calibration in calibrations.items():
+        where = f" on text {name}" if len(parts) > 1 else ""
+        context.progress.say(
+            f"predicted against measured Δloss of {len(calibration.points)} blocks{where}: "
+            f"rank correlation {calibration.correlation:.2f}"
+        )
+    return calibrations, overflowing
+
+
+def measure_point(candidate: Candidate, rises: Tensor) -> Point:
+    """The point of one trial from the rise of the loss in every window."""
+    windows = len(rises)
+    error = (rises.std() / windows**0.5).item() if windows > 1 else math.inf
+    return Point(candidate, candidate.damage, rises.mean().item(), error, windows)
 
 
 def correct_predictions(
-    candidates: Mapping[int, BlockCandidates], calibration: Calibration
+    candidates: Mapping[int, BlockCandidates], calibrations: Mapping[str, Calibration], limits: Mapping[str, float]
 ) -> dict[int, list[Candidate]]:
-    """The candidates of every block, with their predictions corrected by what was measured."""
-    factors = calibration.factors()
-    return {
-        index: [replace(c, damage=factors[index] * c.damage) for c in of_block.candidates]
-        for index, of_block in candidates.items()
-    }
+    """The candidates of every block, with their predictions corrected by what was measured.
+
+    `limits` are the nats that each text may lose. The text on which a block uses most of its limit decides; predictions
+    are those of a text that has the smallest limit.
+    """
+    factors = {name: calibration.factors(candidates) for name, calibration in calibrations.items()}
+    smallest = min(limits.values())
+    corrected = {}
+    for index, of_block in candidates.items():
+        factor = max(factors[name][index] * smallest / limits[name] for name in factors)
+        corrected[index] = [
+            replace(c, damage=factor * c.damage) for c in of_block.candidates if math.isfinite(c.damage)
+        ]
+    return corrected
+
+
+def binding_calibration(calibrations: Mapping[str, Calibration], limits: Mapping[str, float]) -> Calibration:
+    """Of every block, the point of the text on which it uses most of its limit."""
+    shares = [(p.measured / limits[name], p) for name, found in calibrations.items() for p in found.points]
+    worst: dict[int, tuple[float, Point]] = {}
+    for share, p in shares:
+        if p.index not in worst or share > worst[p.index][0]:
+            worst[p.index] = (share, p)
+    return Calibration([p for _, (_, p) in sorted(worst.items())])

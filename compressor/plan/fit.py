@@ -20,6 +20,7 @@ from compressor.plan.candidates import BlockCandidates, fit_shape, kept_sets, ou
 from compressor.plan.moments_store import MomentsStore, collect_moments, output_bias
 from compressor.plan.selection import Fitted, choose_shrinkage, factor_metric
 from compressor.plan.shapes import Shape, Shapes
+from compressor.runtime.errors import NumericsError
 
 GAIN = "stream_gain"  # beside a fit's weights on disk: that of its layer, 0 where there is none
 
@@ -90,6 +91,8 @@ class Fitter:
                         collect_moments(self.model, block, candidates.neurons, current, self.device, goal, gain or 1.0)
                     )
                 shape = shapes[block.index]
+                if not all(part.isfinite().all() for found in moments for part in (found.xx, found.xy)):
+                    raise NumericsError(f"the activations overflow at block {block.index}; try --dtype float32")
                 kept = kept_sets(shape, candidates.orders, self.device)[0]
                 shrinkage = choose_shrinkage(moments[0], moments[1], outer, kept, shape.rank, root)
                 moments[0].add(moments[1])  # the strength is chosen: the weights are fitted on all rows
@@ -160,8 +163,16 @@ class Fitter:
         return candidates, outer, bias, factor_metric(candidates.metric.to(self.device))
 
     def make_module(self, candidates: BlockCandidates, shape: Shape, fitted: Fitted) -> Replacement:
+        """The module of a fit, rounded. NumericsError where a weight is beyond the dtype of the checkpoint."""
         module = build_replacement(candidates.block, candidates.neurons, shape, fitted)
-        return as_stored(module, self.model, candidates.block, self.dtype)
+        module = as_stored(module, self.model, candidates.block, self.dtype)
+        if not all(parameter.isfinite().all() for parameter in module.parameters()):
+            dtype = str(self.dtype).removeprefix("torch.")
+            raise NumericsError(
+                f"block {candidates.block.index} ({shape}) has weights that overflow in {dtype}; make a plan with "
+                "another shape"
+            )
+        return module
 
 
 def pack_weights(module: Replacement, stored: torch.dtype) -> dict[str, Tensor]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 from compressor.plan.shapes import Shape
+
+Growth = tuple[dict[int, Shape], float]  # a plan and its predicted damage
 
 RANK_SHARES = (
     0.45,
@@ -21,6 +26,15 @@ RANK_SHARES = (
 )  # ranks of linear maps, as shares of the width
 MOST_TRIALS = 7
 CLOSE_ENOUGH = 0.92  # of the budget: a plan that uses this much is not made larger
+DEAR = 4.0  # times its predicted cost, from which on a step is believed to cost what was measured
+WELL_USED = 0.8  # of the budget: with a plan that uses this much, no more than `MOST_TRIALS` are tried
+
+
+class Cost(NamedTuple):
+    """What a plan costs, in nats per token."""
+
+    measured: float
+    least: float  # less its standard error
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,7 @@ def is_convex(hull: list[Candidate], candidate: Candidate) -> bool:
     )
 
 
-def grow_plans(hulls: list[list[Candidate]]) -> list[tuple[dict[int, Shape], float]]:
+def grow_plans(hulls: list[list[Candidate]]) -> list[Growth]:
     """Plans from the smallest to the largest, each with its predicted damage.
 
     Each plan is the one before it and the next step along some block's hull, the cheapest damage per parameter first.
@@ -73,7 +87,7 @@ def grow_plans(hulls: list[list[Candidate]]) -> list[tuple[dict[int, Shape], flo
                 ((candidate.damage - damage) / (candidate.saved - saved), candidate, candidate.damage - damage)
             )
             saved, damage = candidate.saved, candidate.damage
-    plans: list[tuple[dict[int, Shape], float]] = []
+    plans: list[Growth] = []
     shapes: dict[int, Shape] = {}
     total = 0.0
     for _, candidate, more in sorted(steps, key=lambda step: (step[0], step[1].index, step[1].saved)):
@@ -84,7 +98,7 @@ def grow_plans(hulls: list[list[Candidate]]) -> list[tuple[dict[int, Shape], flo
 
 
 def find_largest_plan(
-    plans: list[tuple[dict[int, Shape], float]],
+    plans: list[Growth],
     target: float,
     measure_share: Callable[[int], float],
     scale: float = 1.0,
@@ -92,20 +106,55 @@ def find_largest_plan(
     """The index of the largest plan that uses at most 1 of the budget, found by corrected prediction and bisection.
 
     `measure_share` tries a plan and returns the share of the budget that it uses; `target` is the budget in nats.
-    `scale` corrects predictions: it is the ratio of measured and predicted damage, as far as it is known.
+    `scale` corrects predictions: it is the ratio of measured and predicted damage, as far as it is known. While nothing
+    fits, or what fits leaves much of the budget, the bisection goes on to its end.
     """
     low, high = -1, len(plans)
-    for trial in range(MOST_TRIALS):
-        if high - low <= 1:
-            break
+    shares: dict[int, float] = {}
+    while high - low > 1 and shares.get(low, 0.0) < (CLOSE_ENOUGH if len(shares) < MOST_TRIALS else WELL_USED):
         fitting = [k for k in range(low + 1, high) if scale * plans[k][1] <= target]
-        guess = max(fitting, default=low + 1) if trial % 4 != 3 else (low + high) // 2
-        used = measure_share(guess)
-        scale = min(max(used * target / plans[guess][1], 0.2), 20.0)
-        if used > 1:
-            high = guess
-        else:
-            low = guess
-            if used >= CLOSE_ENOUGH:
-                break
+        by_prediction = len(shares) % 4 != 3 and len(shares) < MOST_TRIALS
+        guess = max(fitting, default=low + 1) if by_prediction else (low + high) // 2
+        used = shares[guess] = measure_share(guess)
+        scale = correct_scale(scale, used * target, plans[guess][1])
+        low, high = (low, guess) if used > 1 else (guess, high)
     return low if low >= 0 else None
+
+
+def correct_scale(scale: float, measured: float, predicted: float) -> float:
+    """The ratio of measured and predicted damage, within reason. A plan that is predicted to cost nothing, or that
+    costs more than can be measured, has none: then it is what it was."""
+    if predicted <= 0 or not math.isfinite(measured):
+        return scale
+    return min(max(measured / predicted, 0.2), 20.0)
+
+
+def find_dear_step(
+    plans: list[Growth], costs: Mapping[int, Cost], negligible: float, measure: Callable[[int], object]
+) -> int | None:
+    """The first plan that costs far more than predicted, and by more than its noise, beyond the plan before it.
+
+    `costs` are those of the plans that were tried; `measure` tries one more. Between two of them where the cost rises
+    too far, the step is found by bisection.
+    """
+
+    def is_dear(low: int, high: int) -> bool:
+        rise = costs[high].least - (costs[low].measured if low >= 0 else 0.0)
+        return rise > DEAR * predicted_rise(plans, low, high) + negligible
+
+    low, high = next(((a, b) for a, b in pairwise([-1, *sorted(costs)]) if is_dear(a, b)), (0, 0))
+    while high - low > 1:
+        middle = (low + high) // 2
+        measure(middle)
+        if is_dear(low, middle):
+            high = middle
+        elif is_dear(middle, high):
+            low = middle
+        else:
+            return None
+    return high if high > low else None
+
+
+def predicted_rise(plans: list[Growth], low: int, high: int) -> float:
+    """Nats that the steps from one plan to another are predicted to cost; −1 is the plan without steps."""
+    return plans[high][1] - (plans[low][1] if low >= 0 else 0.0)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from compressor.evaluate.budget import Budget, Limits, compute_limits, parse_budgets, text_prefix
+from compressor.evaluate.intervals import end_score
 from compressor.evaluate.perplexity import PerplexityChange, evaluate
 from compressor.measure.gradients import Damage
 from compressor.measure.profile import Profile
@@ -16,9 +17,23 @@ from compressor.measure.verdicts import Verdict, judge_all
 from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import find_blocks
 from compressor.patch.tree import patch
-from compressor.plan.calibration import Calibration, calibrate, correct_predictions
+from compressor.plan.calibration import Calibration, binding_calibration, calibrate, correct_predictions
+from compressor.plan.candidates import BlockCandidates
 from compressor.plan.fit import Fitter
-from compressor.plan.frontier import CLOSE_ENOUGH, Candidate, find_largest_plan, grow_plans, lower_hull
+from compressor.plan.frontier import (
+    CLOSE_ENOUGH,
+    DEAR,
+    Candidate,
+    Cost,
+    Growth,
+    correct_scale,
+    find_dear_step,
+    find_largest_plan,
+    grow_plans,
+    lower_hull,
+    predicted_rise,
+)
+from compressor.plan.mild import find_mild_candidates, standard_error
 from compressor.plan.moments_store import open_store
 from compressor.plan.shapes import Shape, Shapes, list_shapes
 from compressor.plan.trials import Trial, TrialRunner
@@ -28,7 +43,10 @@ from compressor.text import Text
 
 MOST_ENLARGEMENTS = 4
 MOST_COMPENSATIONS = 3
+MOST_CORRECTIONS = 6  # steps of one search that turn out dearer than predicted, and are believed to be
+WORTH_CORRECTING = 0.1  # of the budget, that such a step must cost beyond its prediction
 USUAL_COMPENSATION = 0.85  # cost of a compensated plan over that of the plain one, until it is measured
+ROOM = 1.96  # standard errors left for the verification's noise; the choice of the largest plan that fits spends some
 
 
 @dataclass(frozen=True)
@@ -46,28 +64,33 @@ class Plan:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What searches on a model and a text have in common, whatever their budget: candidates with corrected predictions,
-    how well predictions hold, and the runner that tries plans."""
+    """What searches on a model and a text have in common, whatever their budget: the candidates of every block, how
+    well their predictions hold on each text, and the runner that tries plans."""
 
-    candidates: dict[int, list[Candidate]]
+    candidates: Mapping[int, BlockCandidates]
     damages: dict[int, Damage]  # of every block's linear map
-    calibration: Calibration
+    calibrations: dict[str, Calibration]
     runner: TrialRunner
 
 
 def prepare_search(model: Any, text: Text, context: RunContext) -> SearchSpace:
-    """Survey the candidates of every block, then check and correct their predictions by trials of single blocks."""
+    """Survey the candidates of every block, then check their predictions by trials of single blocks."""
     store = open_store(model, text, context)
     candidates = store.candidates()
     fitter = Fitter(store, candidates)
-    calibration = calibrate(store, candidates, fitter)
+    calibrations, overflowing = calibrate(store, candidates, fitter)
     damages = {index: of_block.damage for index, of_block in candidates.items()}
     runner = TrialRunner(store, candidates, fitter)
-    return SearchSpace(correct_predictions(candidates, calibration), damages, calibration, runner)
+    runner.leave_out((candidate.index, candidate.shape) for candidate in overflowing)
+    return SearchSpace(candidates, damages, calibrations, runner)
 
 
 class Planner:
-    """Searches for the plan that saves most within the limits. Another search on the same space reuses its trials."""
+    """Searches for the plan that saves most within the limits. Another search on the same space reuses its trials.
+
+    `room` is left for the noise of a verification that looks once: as many standard errors of the difference between
+    the selection and the verification text. A search that is followed by several looks needs none.
+    """
 
     def __init__(
         self,
@@ -76,22 +99,36 @@ class Planner:
         verdicts: Mapping[int, Verdict],
         *,
         objective: str = "speed",
-        compensate: bool = True,
+        room: float = 0.0,
     ) -> None:
         self.space, self.limits, self.verdicts = space, limits, verdicts
-        self.objective, self.compensate = objective, compensate
+        self.objective, self.room = objective, room
         self.runner = space.runner
         self.model, self.blocks = self.runner.model, self.runner.blocks
         self.text, self.progress = self.runner.text, self.runner.context.progress
-        self.compensation = USUAL_COMPENSATION if compensate else 1.0
+        self.compensation = USUAL_COMPENSATION
         self.scale = 1.0  # measured over predicted cost, of the last plan that was tried
         self.banned: set[Shape] = set()  # shapes that run slower than the block they would replace
+        self.unsafe = [index for index in space.candidates if verdicts[index].word == "unsafe"]
+        self.mild_tried = False
+        corrected = correct_predictions(space.candidates, space.calibrations, limits.nats)
+        self.candidates = corrected | {index: [] for index in self.unsafe}  # with predictions for the smallest limit
+
+    def admit_mild_forms(self) -> None:
+        """Allow the mild forms of unsafe blocks that cost what was predicted, once."""
+        if not self.mild_tried:
+            for index in self.unsafe:
+                self.candidates[index] = find_mild_candidates(self.space.candidates[index], self.runner, self.limits)
+        self.mild_tried = True
 
     @property
     def usable_candidates(self) -> list[list[Candidate]]:
-        """The candidates that save parameters, of every block that is not unsafe, block by block."""
-        safe = [row for index, row in self.space.candidates.items() if self.verdicts[index].word != "unsafe"]
-        usable = [[c for c in row if c.saved > 0 and c.shape not in self.banned] for row in safe]
+        """The candidates that may be chosen and save parameters, block by block."""
+        left_out = self.runner.overflowing
+        usable = [
+            [c for c in row if c.saved > 0 and c.shape not in self.banned and (c.index, c.shape) not in left_out]
+            for row in self.candidates.values()
+        ]
         return [row for row in usable if row]
 
     @property
@@ -101,21 +138,27 @@ class Planner:
         rows = [[c for c in row if c.damage <= most] for row in self.usable_candidates]
         return [row for row in rows if row]
 
-    def growing_plans(self) -> list[tuple[dict[int, Shape], float]]:
+    def growing_plans(self) -> list[Growth]:
         """Plans from the smallest to the largest, each with its predicted damage."""
         return grow_plans([lower_hull(row) for row in self.affordable_candidates])
 
     def budget_share(self, trial: Trial, budget_factor: float) -> float:
         """The share of `budget_factor` times the budget that a trial uses, on the text where it uses most.
 
-        A trial uses its point estimate and the half-width of the interval that is expected on the verification text.
+        A trial uses its point estimate, the half-width of the interval that is expected on the verification text, and
+        the room that is left for the noise of both texts.
         """
+        if trial.overflows:
+            return math.inf
         token_ratio = self.text.selection.tokens / self.text.verification.tokens
         shares = []
         for name, change in trial.changes.items():
+            error, confidence = standard_error(change), self.limits.confidence
             nats = math.log1p(change.delta / change.baseline)
-            if self.limits.confidence > 0:
-                nats += math.log1p(max(0.0, change.upper - change.delta) / change.compressed) * token_ratio**0.5
+            if confidence > 0:
+                units = max(2, round(change.units / token_ratio))
+                nats += end_score(units, confidence) * error * math.sqrt(token_ratio)
+            nats += self.room * error * math.sqrt(1 + token_ratio)
             shares.append(nats / (self.limits.nats[name] * budget_factor))
         return max(shares)
 
@@ -130,63 +173,115 @@ class Planner:
         """The trial that saves most within the budget.
 
         Plans are tried without compensation, which takes no pass over the calibration text. The largest that is
-        expected to fit is then compensated, and a larger one is tried when that leaves room.
+        expected to fit is then compensated, and a larger one is tried when that leaves room. Where compensation wins
+        less than expected and nothing fits, smaller plans are tried, and single blocks only after those.
         """
-        fitting: list[Trial] = []
+        self.admit_mild_forms()
         for _ in range(MOST_COMPENSATIONS):
-            expected = self.largest_expected(budget_factor, ceiling)
-            if expected is None:
+            pair = self.try_largest(budget_factor, ceiling)
+            if pair is None:
                 break
-            shapes, predicted = expected
-            plain = self.runner.attempt(shapes, predicted)
-            if not self.compensate:
-                fitting += [plain] if self.budget_share(plain, budget_factor) <= 1 else []
-                break
-            trial = self.runner.attempt(shapes, predicted, compensated=True)
-            used, plain_used = self.budget_share(trial, budget_factor), self.budget_share(plain, budget_factor)
-            fitting += [t for t in (trial, plain) if self.budget_share(t, budget_factor) <= 1]
+            plain_used, used = (self.budget_share(trial, budget_factor) for trial in pair)
             compensation = min(max(used / plain_used, 0.5), 1.0) if plain_used > 0 else self.compensation
             done = CLOSE_ENOUGH <= used <= 1 or abs(compensation - self.compensation) < 0.01
             self.compensation = compensation
             if done:
                 break
-        if not fitting:
-            cheapest = sorted(
-                (min(row, key=lambda c: c.damage) for row in self.usable_candidates), key=lambda c: c.damage
-            )
-            for single in [c for c in cheapest if c.damage < ceiling][:3]:
-                trial = self.runner.attempt({single.index: single.shape}, single.damage)
-                if self.budget_share(trial, budget_factor) <= 1:
-                    fitting.append(trial)
-                    break
-        if not fitting:
+        best = self.best_trial(budget_factor, ceiling)
+        if best is None:
+            compensation, self.compensation = self.compensation, 1.0  # what fits now fits without compensation too
+            self.try_largest(budget_factor, ceiling)
+            self.compensation = compensation
+            best = self.best_trial(budget_factor, ceiling)
+        if best is None:
+            mildest = [min(row, key=lambda c: c.damage) for row in self.usable_candidates]
+            for single in [c for c in sorted(mildest, key=lambda c: c.damage) if c.damage < ceiling][:3]:
+                self.runner.attempt({single.index: single.shape}, single.damage)
+            best = self.best_trial(budget_factor, ceiling)
+        if best is None:
             raise BudgetError(self.explain_failure())
-        return max(fitting, key=lambda t: (t.saved, -self.budget_share(t, budget_factor)))
+        return best
+
+    def try_largest(self, budget_factor: float, ceiling: float) -> tuple[Trial, Trial] | None:
+        """The largest plan that is expected to fit, tried without and with compensation."""
+        expected = self.largest_expected(budget_factor, ceiling)
+        if expected is None:
+            return None
+        return self.runner.attempt(*expected), self.runner.attempt(*expected, compensated=True)
+
+    def best_trial(self, budget_factor: float, ceiling: float) -> Trial | None:
+        """Of all plans that were tried, the one that saves most within the budget, without shapes that are too slow."""
+        while True:
+            usable = {(c.index, c.shape) for row in self.usable_candidates for c in row}
+            fitting = [
+                trial
+                for trial in self.runner.trials()
+                if trial.predicted < ceiling
+                and self.budget_share(trial, budget_factor) <= 1
+                and usable.issuperset(trial.shapes.items())
+            ]
+            if not fitting:
+                return None
+            best = max(fitting, key=lambda trial: (trial.saved, -self.budget_share(trial, budget_factor)))
+            if not self.ban_slow_shapes(best.shapes):
+                return best
 
     def largest_expected(self, budget_factor: float, ceiling: float) -> tuple[Shapes, float] | None:
         """The largest plan that is expected to fit once it is compensated, without shapes that are too slow."""
+        target, corrections = self.limits.smallest * budget_factor, 0
         while True:
             plans = [plan for plan in self.growing_plans() if plan[1] < ceiling]
-            share = partial(self.expected_share_at, plans, budget_factor)
-            best = find_largest_plan(plans, self.limits.smallest * budget_factor / self.compensation, share, self.scale)
+            left_out = len(self.runner.overflowing)
+            costs: dict[int, Cost] = {}  # of the plans that were tried
+            measure_share = partial(self.note_cost, plans, budget_factor, costs)
+            best = find_largest_plan(plans, target / self.compensation, measure_share, self.scale)
+            if len(self.runner.overflowing) > left_out:
+                continue
+            starved = plans and (plans[best][1] if best is not None else 0.0) < target / DEAR
+            if starved and corrections < MOST_CORRECTIONS:
+                step = find_dear_step(plans, costs, WORTH_CORRECTING * target, measure_share)
+                if step is not None:
+                    self.believe_step(plans, step, costs)
+                    corrections += 1
+                    continue
             if best is None:
                 return None
             shapes, predicted = self.enlarge(*plans[best], budget_factor, ceiling)
-            slow = self.find_slow_shapes(shapes) if self.objective == "speed" else set()
-            if not slow:
+            if not self.ban_slow_shapes(shapes):
                 return shapes, predicted
-            self.progress.say(f"  smaller but slower, so not chosen: {', '.join(sorted(map(str, slow)))}")
-            self.banned |= slow
 
-    def expected_share_at(
-        self, plans: list[tuple[dict[int, Shape], float]], budget_factor: float, number: int
-    ) -> float:
+    def believe_step(self, plans: list[Growth], step: int, costs: Mapping[int, Cost]) -> None:
+        """Add what a step of the growing plans cost beyond its prediction to its block's candidates from that one on.
+
+        Every larger plan has this step in it, so that one wrong prediction would spend the budget of them all.
+        """
+        before, shapes = plans[step - 1][0] if step else {}, plans[step][0]
+        index = next(i for i, shape in shapes.items() if before.get(i) != shape)
+        measured = costs[step].measured - (costs[step - 1].measured if step else 0.0)
+        surplus = measured - predicted_rise(plans, step - 1, step)
+        saved = self.space.candidates[index].saved(shapes[index])
+        corrected = [replace(c, damage=c.damage + surplus) if c.saved >= saved else c for c in self.candidates[index]]
+        self.candidates[index] = [c for c in corrected if math.isfinite(c.damage)]
+        self.progress.say(f"  block {index} ({shapes[index]}) costs far more than predicted, and is believed to")
+
+    def note_cost(self, plans: list[Growth], budget_factor: float, costs: dict[int, Cost], number: int) -> float:
+        """The share that one of the plans is expected to use; what it cost is put into `costs`."""
+        trial = self.runner.attempt(*plans[number])
+        costs[number] = self.measured_cost(trial)
         return self.expected_share(*plans[number], budget_factor)
+
+    def measured_cost(self, trial: Trial) -> Cost:
+        """The nats per token that a trial cost, on the text where it uses most, for the smallest limit."""
+        costs = [Cost(math.inf, math.inf)] if trial.overflows else []
+        for name, change in trial.changes.items():
+            nats, scale = math.log1p(change.delta / change.baseline), self.limits.smallest / self.limits.nats[name]
+            costs.append(Cost(scale * nats, scale * (nats - standard_error(change))))
+        return max(costs, key=lambda cost: cost.measured)
 
     def expected_share(self, shapes: Shapes, predicted: float, budget_factor: float) -> float:
         """The share of the budget that a plan is expected to use once it is compensated."""
         used = self.budget_share(self.runner.attempt(shapes, predicted), budget_factor)
-        self.scale = min(max(used * self.limits.smallest * budget_factor / predicted, 0.2), 20.0) if predicted else 1.0
+        self.scale = correct_scale(self.scale, used * self.limits.smallest * budget_factor, predicted)
         return self.compensation * used
 
     def enlarge(self, shapes: Shapes, predicted: float, budget_factor: float, ceiling: float) -> tuple[Shapes, float]:
@@ -197,7 +292,8 @@ class Planner:
             used = self.expected_share(shapes, predicted, budget_factor)
             if used >= CLOSE_ENOUGH:
                 break
-            left = min((1 - used) * target / max(1.0, used * target / predicted), ceiling - predicted)
+            surcharge = max(1.0, used * target / predicted) if predicted > 0 else 1.0
+            left = min((1 - used) * target / surcharge, ceiling - predicted)
             moves = []
             for row in self.affordable_candidates:
                 nothing = Candidate(row[0].index, Shape(), 0, 0.0)
@@ -214,6 +310,14 @@ class Planner:
             else:
                 refused[candidate.index] = candidate.saved
         return shapes, predicted
+
+    def ban_slow_shapes(self, shapes: Shapes) -> bool:
+        """Whether shapes of a plan are too slow; from here on no plan has them."""
+        slow = self.find_slow_shapes(shapes) if self.objective == "speed" else set()
+        if slow:
+            self.progress.say(f"  smaller but slower, so not chosen: {', '.join(sorted(map(str, slow)))}")
+        self.banned |= slow
+        return bool(slow)
 
     def find_slow_shapes(self, shapes: Shapes) -> set[Shape]:
         """Shapes that run slower than the block they would replace. Pruned blocks, without a linear part, never do."""
@@ -243,16 +347,19 @@ class Planner:
             shapes=trial.shapes,
             compensated=trial.compensated,
             predicted=trial.predicted,
-            calibration=self.space.calibration,
+            calibration=binding_calibration(self.space.calibrations, self.limits.nats),
             selection=trial.changes,
             trials=self.runner.trials(),
             fits=self.runner.fit_modules(trial.shapes, trial.compensated),
         )
 
     def explain_failure(self) -> str:
-        if not self.runner.tried:
-            return f"no replacement fits the budget {self.limits}: every block is unsafe to touch; nothing written"
-        closest = min(self.runner.trials(), key=lambda trial: self.budget_share(trial, 1.0))
+        measured = [trial for trial in self.runner.trials() if not trial.overflows]
+        if not measured:
+            tried = "all that were tried overflow" if self.runner.tried else "none saves parameters"
+            reason = "every block is unsafe to touch" if len(self.unsafe) == len(self.blocks) else tried
+            return f"no replacement fits the budget {self.limits}: {reason}; nothing written"
+        closest = min(measured, key=lambda trial: self.budget_share(trial, 1.0))
         shares = {name: change.upper / self.limits.allowed[name] for name, change in closest.changes.items()}
         name = max(shares, key=lambda name: shares[name])
         change = closest.changes[name]
@@ -269,7 +376,7 @@ def make_planner(
     budgets: Mapping[str, Budget],
     *,
     objective: str = "speed",
-    compensate: bool = True,
+    room: float = 0.0,
 ) -> Planner:
     """A planner for these budgets.
 
@@ -281,7 +388,7 @@ def make_planner(
     baselines = {name: losses.part(part).perplexity for name, part in text.parts("verification").items()}
     limits = compute_limits(budgets, baselines)
     verdicts = judge_all(profile, space.damages, limits.smallest, {})
-    return Planner(space, limits, verdicts, objective=objective, compensate=compensate)
+    return Planner(space, limits, verdicts, objective=objective, room=room)
 
 
 def plan(
@@ -297,7 +404,8 @@ def plan(
     context = context or RunContext()
     words = [f"{k}={v}" for k, v in max_dppl.items()] if isinstance(max_dppl, Mapping) else [str(max_dppl)]
     budgets = parse_budgets(words, text.counts, context.confidence)
-    return make_planner(prepare_search(model, text, context), profile, budgets, objective=objective).search()
+    space = prepare_search(model, text, context)
+    return make_planner(space, profile, budgets, objective=objective, room=ROOM).search()
 
 
 def fit_shapes(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +22,25 @@ from compressor.plan.shapes import Shape, Shapes, list_shapes
 from compressor.runtime import distributed
 from compressor.runtime.cache import Tensors
 from compressor.runtime.environment import identify_machine
+from compressor.runtime.errors import NumericsError
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One plan that was fitted and measured on the selection text, by the text's name."""
+    """One plan that was fitted and measured on the selection text, by the text's name.
+
+    A plan whose weights or activations overflow has no measured changes: it costs more than any budget.
+    """
 
     shapes: dict[int, Shape]
     predicted: float  # nats per token
     saved: int
     compensated: bool  # fitted in order of depth, each block compensating those before it
     changes: dict[str, PerplexityChange]
+
+    @property
+    def overflows(self) -> bool:
+        return not self.changes
 
 
 class TrialRunner:
@@ -43,6 +52,7 @@ class TrialRunner:
         self.text, self.blocks, self.context = store.text, store.blocks, store.context
         self.before: Losses | None = None
         self.tried: dict[tuple[Any, ...], Trial] = {}
+        self.overflowing: set[tuple[int, Shape]] = set()  # shapes that overflow in this block, whatever the plan
         self.slow: dict[tuple[str, Shape], bool] = {}  # by the path of a block: whether a shape runs slower than it
         self.compensated: dict[tuple[Any, ...], dict[int, Replacement]] = {}
 
@@ -53,21 +63,45 @@ class TrialRunner:
             self.before = self.before or self.measure({}, False)
             after = self.measure(shapes, compensated)
             split, parts, context = self.text.selection, self.text.parts("selection"), self.context
-            changes = compare_parts(self.before, after, split, parts, context.confidence, context.seed)
+            changes: dict[str, PerplexityChange] = {}
+            if after.nats.isfinite().all():
+                changes = compare_parts(self.before, after, split, parts, context.confidence, context.seed)
             saved = sum(self.candidates[index].saved(shape) for index, shape in shapes.items())
             self.tried[key] = Trial(dict(shapes), predicted, saved, compensated, changes)
             rises = ", ".join(f"{text_prefix(name)}ΔPPL {change.delta:+.3f}" for name, change in changes.items())
+            found = f"selection {rises}" if changes else "it overflows"
             how = ", compensated" if compensated else ""
-            context.progress.say(f"  tried {summarise_shapes(shapes)}{how}: {saved:,} parameters, selection {rises}")
+            context.progress.say(f"  tried {summarise_shapes(shapes)}{how}: {saved:,} parameters, {found}")
+            if not changes and not compensated:
+                self.leave_out([item for item in shapes.items() if self.overflows_alone(*item, shapes)])
         return self.tried[key]
 
+    def overflows_alone(self, index: int, shape: Shape, shapes: Shapes) -> bool:
+        """Whether one block of a plan that overflows does so by itself."""
+        return len(shapes) == 1 or not bool(self.measure({index: shape}, False).nats.isfinite().all())
+
+    def leave_out(self, found: Iterable[tuple[int, Shape]]) -> None:
+        """From here on no plan has these shapes in these blocks."""
+        for index, shape in found:
+            if (index, shape) not in self.overflowing:
+                self.context.progress.say(f"  block {index} ({shape}) overflows, so it is left out")
+            self.overflowing.add((index, shape))
+
     def measure(self, shapes: Shapes, compensated: bool) -> Losses:
-        """The losses of a plan on the selection text, from the cache where an earlier run measured it."""
+        """The losses of a plan on the selection text, from the cache where an earlier run measured it.
+
+        Where a plan overflows they are infinite; a source that does so is an error.
+        """
         split = self.text.selection
 
         def run() -> Tensors:
-            with patched(self.model, self.blocks, self.fit_modules(shapes, compensated) if shapes else {}):
-                return {"nats": evaluate(self.model, split.windows, self.context, step="search").nats}
+            try:
+                with patched(self.model, self.blocks, self.fit_modules(shapes, compensated) if shapes else {}):
+                    return {"nats": evaluate(self.model, split.windows, self.context, step="search").nats}
+            except NumericsError:
+                if not shapes:
+                    raise
+                return {"nats": torch.full((len(split.windows), self.text.seq_len - 1), math.inf)}
 
         by_index = {index: str(shape) for index, shape in sorted(shapes.items())}
         how = {"shapes": by_index, "compensated": compensated, "measured": split.sha256}

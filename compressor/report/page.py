@@ -273,7 +273,7 @@ def list_promises(record: Record) -> list[Promise]:
 
 
 def outlier_blocks(record: Record) -> list[Block]:
-    """The blocks that must not be touched, with the rows that carry their variance."""
+    """The unsafe blocks, with the rows that carry their variance."""
     return [block for block in record.blocks if block.verdict == "unsafe" and block.top_rows]
 
 

@@ -19,7 +19,7 @@ from compressor.report.formats import (
     ratio_interval,
 )
 from compressor.report.record import Record, SavedRecord
-from compressor.report.record_parts import Check, Parameters, PerplexityChange, TaskResult, TextResult, present
+from compressor.report.record_parts import Block, Check, Parameters, PerplexityChange, TaskResult, TextResult, present
 from compressor.runtime.names import UNNAMED
 from compressor.runtime.resources import format_bytes
 
@@ -55,8 +55,18 @@ def block_table(record: Record) -> Table:
 
 
 def notes(record: Record) -> list[str]:
-    """Which blocks must not be touched, and why."""
-    return [f"block {block.index} is unsafe: {block.reason}" for block in record.blocks if block.verdict == "unsafe"]
+    """Which blocks are unsafe, why, and what of them was kept."""
+    return [note_unsafe(block) for block in record.blocks if block.verdict == "unsafe"]
+
+
+def note_unsafe(block: Block) -> str:
+    """Why a block is unsafe. A plan may take a few of its neurons, never a linear map."""
+    if not block.replacement.neurons:
+        return f"block {block.index} is unsafe: {block.reason}"
+    return (
+        f"block {block.index} is unsafe as a linear map ({block.reason}); it keeps "
+        f"{block.replacement.neurons} neurons: that form cost alone what was predicted"
+    )
 
 
 def perplexity_line(change: PerplexityChange) -> str:
@@ -202,7 +212,7 @@ def frontier_lines(record: Record, file: Path) -> list[str]:
     text = present(record.text)
     selection = present(text.selection)
     where = f"ΔPPL on the selection text, {selection.tokens:,} tokens, windows of {text.seq_len}"
-    note = "before compensation, which `compress MODEL --max-dppl …` adds"
+    note = "room is left for the noise of the verification text, on which `compress apply` measures"
     return [*agreement_lines(record), f"{where}; {note}", f"written: {', '.join([str(file), *record.figures])}"]
 
 

@@ -23,6 +23,10 @@ class InputError(Exception):
     """The user's input cannot be used: exit code 2. Say what, which value, and what to do instead."""
 
 
+class NumericsError(InputError):
+    """Numbers overflow: activations of a model, or weights in the dtype of its checkpoint."""
+
+
 class BudgetError(Exception):
     """The budget is missed, or nothing fits it: exit code 1, nothing is written."""
 

@@ -11,7 +11,7 @@ from zoo import REPRESENTATIVE, tiny_model
 
 from compressor.evaluate.perplexity import compare, evaluate
 from compressor.measure.profile import measure
-from compressor.measure.swap import SingleBlockTrials, Sweeper, linear_module
+from compressor.measure.swap import SingleBlockTrials, Sweeper, linear_module, spread_windows
 from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import find_blocks
 from compressor.patch.tree import patched
@@ -25,7 +25,7 @@ def test_the_shortcut_equals_a_whole_evaluation_with_the_block_replaced(family: 
     model, text = tiny_model(family), random_text()
     profile = measure(model, text)
     found, seconds, whole = Sweeper(model, profile, text, 200, RunContext(batch_size=4)).alone()
-    windows = text.selection.windows[:6]
+    windows, _ = spread_windows(text, 200)
     before = evaluate(model, windows)
     for p in profile.blocks:
         with patched(model, find_blocks(model), {p.block.index: linear_module(model, p)}):

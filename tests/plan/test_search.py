@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,10 @@ from zoo import WIDTH, logits, tiny_model
 
 import compressor
 from compressor.evaluate.budget import Budget
-from compressor.evaluate.perplexity import evaluate
+from compressor.evaluate.perplexity import Losses, evaluate
 from compressor.measure.moments import Moments
 from compressor.measure.profile import measure, row_weights
+from compressor.measure.verdicts import Verdict
 from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import Block, Rows, backbone, capture_rows, find_blocks
 from compressor.models.residual import calibration_streams
@@ -25,11 +28,11 @@ from compressor.plan.candidates import kept_sets
 from compressor.plan.fit import Fitter
 from compressor.plan.frontier import Candidate, find_largest_plan, grow_plans, list_ranks, lower_hull
 from compressor.plan.moments_store import collect_moments, open_store
-from compressor.plan.search import fit_shapes, make_planner, prepare_search
+from compressor.plan.search import Planner, fit_shapes, make_planner, prepare_search
 from compressor.plan.shapes import Shape
 from compressor.runtime.cache import Cache
 from compressor.runtime.context import RunContext
-from compressor.runtime.errors import BudgetError, InputError
+from compressor.runtime.errors import BudgetError, InputError, NumericsError
 from compressor.runtime.progress import Progress
 from compressor.text import Text
 
@@ -130,6 +133,75 @@ def test_a_plan_that_verification_refused_does_not_come_back() -> None:
         assert smaller.predicted < found.predicted
         assert smaller.shapes != found.shapes
         found = smaller
+
+
+def test_a_block_without_output_is_free() -> None:
+    model = tiny_model("gpt2")
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_proj.weight.zero_()
+        model.transformer.h[1].mlp.c_proj.bias.zero_()
+        model.lm_head.weight.mul_(30)
+    space = prepare_search(model, TEXT, RunContext())
+    assert min(c.damage for c in space.candidates[1].candidates) <= 1e-12
+    profile = measure(model, TEXT)
+    planner = make_planner(space, profile, {"text": Budget.parse("0.02%")}, objective="size")
+    planner = Planner(space, planner.limits, {k: Verdict("safe", "") for k in range(3)}, objective="size")
+    plan = planner.search()
+    assert plan.shapes[1].kind == "bias"
+    assert plan.selection["text"].delta == pytest.approx(0, abs=1e-4 * plan.selection["text"].baseline)
+
+
+def test_weights_that_overflow_cost_the_candidate_and_not_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block 1 is linear with a weight beyond half precision: as a linear map it cannot be stored."""
+    model = planted_model(WildFFN(), LinearFFN(rank=5), LinearFFN(rank=4, seed=3))
+    with torch.no_grad():
+        model.transformer.h[1].mlp.weight.mul_(1e6)
+    half = SimpleNamespace(dtype=torch.float16)
+    monkeypatch.setattr("compressor.plan.fit.source_of", lambda _: half)
+    said: list[str] = []
+    progress = Progress()
+    monkeypatch.setattr(progress, "say", said.append)
+    context = RunContext(cache=Cache(None, progress), progress=progress)
+    space = prepare_search(model, TEXT, context)
+    assert (1, Shape(None)) in space.runner.overflowing
+    assert [p.index for p in space.calibrations["text"].points] == [0, 2]
+    planner = make_planner(space, measure(model, TEXT), {"text": Budget.parse("0.5%")}, objective="size")
+    plan = planner.search()
+    assert 2 in plan.shapes
+    assert all(p.isfinite().all() for module in plan.fits.values() for p in module.parameters())
+    assert "  block 1 (linear) overflows, so it is left out" in said
+    with pytest.raises(InputError, match=r"block 1 \(linear\) has weights that overflow in float16"):
+        fit_shapes(model, {1: Shape(None)}, TEXT, RunContext())
+
+
+def test_activations_that_overflow_cost_the_candidate_and_not_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = planted_model(WildFFN(), LinearFFN(rank=5), LinearFFN(rank=4, seed=3))
+
+    def overflow(measured: Any, *rest: Any, **more: Any) -> Losses:
+        block = measured.transformer.h[1].mlp
+        if isinstance(block, Replacement) and block.kind == "lowrank":
+            raise NumericsError("the model's loss is nan in window 0")
+        return evaluate(measured, *rest, **more)
+
+    monkeypatch.setattr("compressor.plan.trials.evaluate", overflow)
+    space = prepare_search(model, TEXT, RunContext())
+    planner = make_planner(space, measure(model, TEXT), {"text": Budget.parse("0.5%")}, objective="size")
+    plan = planner.search()
+    assert 2 in plan.shapes
+    assert 1 not in plan.shapes or plan.shapes[1].kind != "lowrank"
+    assert space.runner.overflowing
+    assert all(index == 1 for index, _ in space.runner.overflowing)
+    assert any(trial.overflows for trial in plan.trials)
+
+
+def test_a_source_that_overflows_stays_an_error() -> None:
+    model = tiny_model("gpt2")
+    space = prepare_search(model, TEXT, RunContext())
+    planner = make_planner(space, measure(model, TEXT), {"text": Budget.parse("5%")})
+    with torch.no_grad():
+        model.transformer.ln_f.weight.fill_(math.inf)
+    with pytest.raises(InputError, match="overflow"):
+        planner.search()
 
 
 def test_nothing_fits() -> None:

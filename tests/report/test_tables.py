@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 import pytest
-from records_cards import HEAD, TASK, TEXT, measured, saved
+from records_cards import HEAD, TASK, TEXT, block, measured, saved
 from rich.console import Console
 from rich.table import Table
 
@@ -66,6 +66,10 @@ def test_a_check_names_what_failed() -> None:
 
 def test_blocks_that_must_not_be_touched_are_named() -> None:
     assert tables.notes(measured()) == ["block 1 is unsafe: one row carries it"]
+    kept = {"kind": "pruned", "rank": 0, "neurons": 83}
+    mild = block(0, "pruned", 900, verdict="unsafe", reason="one row carries it", replacement=kept)
+    (line,) = tables.notes(measured(blocks=[mild]))
+    assert line.startswith("block 0 is unsafe as a linear map (one row carries it); it keeps 83 neurons")
     assert [row[-1].strip() for row in cells(tables.block_table(measured()))] == ["1,000 → 100 (10.0×)", "1,000"]
 
 
