@@ -124,9 +124,10 @@ def search_text(planner: Planner, evaluator: Evaluator, source: Losses) -> tuple
         )
         if used > 1:
             say(f"  verification text refuses it: {ends}")
+            # Refused again, the selection text is no guide: what is predicted shrinks by as much as is over the budget.
+            ceiling = plan.predicted * (0.99 if refusal is None else max(0.5, AIMED_SHARE / used))
             refusal = text_refusal(evaluator, texts, plan.shapes)
-            refused, ceiling = min(refused, budget_factor), 0.99 * plan.predicted
-            budget_factor *= AIMED_SHARE / used
+            refused, budget_factor = min(refused, budget_factor), budget_factor * AIMED_SHARE / used
         else:
             say(f"  verification text holds: {ends}")
             best = (plan, losses)
