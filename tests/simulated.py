@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from compressor.evaluate.budget import Limits, compute_limits, parse_budgets
+from compressor.evaluate.intervals import end_score
 from compressor.evaluate.perplexity import PerplexityChange
 from compressor.measure.gradients import Damage
 from compressor.measure.verdicts import Verdict
@@ -28,7 +29,9 @@ def change(nats: float, width: float = 0.0) -> PerplexityChange:
     """A rise by these nats, with an interval of this half-width in nats."""
     delta = BASELINE * math.expm1(nats)
     reach = (BASELINE + delta) * math.expm1(width)
-    return PerplexityChange(BASELINE, BASELINE + delta, delta, (delta - reach, delta + reach), delta + reach, 4096, 256)
+    ends = (delta - reach, delta + reach)
+    error = reach / end_score(16, 0.95)
+    return PerplexityChange(BASELINE, BASELINE + delta, delta, ends, ends[1], error, 4096, 256, "window", 16, 1)
 
 
 @dataclass

@@ -36,7 +36,7 @@ class RunOptions:
     debug: Debug = False  # read by cli.exit, before the options are parsed
 
 
-TOKENS = ("seq_len", "calib_tokens", "select_tokens", "verify_tokens")
+TOKENS = ("seq_len", "calib_tokens", "select_tokens", "verify_tokens", "document_separator")
 TASKS = ("tasks", "max_task_drop", "task_path", "task_limit", "generate", "prompts")
 PROBES = ("swap", "swap_tokens", "probe", "probe_steps", "cross")
 MACHINE = ("device", "dtype", "low_memory")
@@ -62,7 +62,18 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "check": (
         *("directory", "max_dppl", "source", "baseline", "update_baseline", "tolerance", "junit", "page"),
-        *("text", "confidence", "seq_len", "verify_tokens", *TASKS, "batch_size", "seed", *MACHINE, *RUN),
+        *(
+            "text",
+            "confidence",
+            "seq_len",
+            "verify_tokens",
+            "document_separator",
+            *TASKS,
+            "batch_size",
+            "seed",
+            *MACHINE,
+            *RUN,
+        ),
     ),
 }
 # The commands that go by what a file recorded: where an option comes from that is not given.

@@ -183,7 +183,9 @@ def evaluate(
                 advance(1)
     losses = Losses(torch.cat(distributed.gather(nats)))
     means = losses.windows
-    bad = (~(means < LARGEST_LOSS)).nonzero()
+    bad = (~means.isfinite()).nonzero()
+    if not len(bad) and means.mean() > LARGEST_LOSS:
+        bad = means.argmax()[None, None]
     if len(bad):
         raise NumericsError(
             f"the model's loss is {means[bad[0]].item()} in window {bad[0].item()}: its activations overflow; "

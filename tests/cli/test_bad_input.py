@@ -184,7 +184,8 @@ def test_text_is_too_short(refused: Refused, models: Path, tmp_path: Path) -> No
     (tmp_path / "text.txt").write_text(sentences(20), encoding="utf-8")
     message = refused(models / "gpt2", *SMALL, "--text", tmp_path / "text.txt", "--max-dppl", "5%", "--out", "out")
     assert "is too short" in message
-    assert "the splits need 6976" in message  # 125 + 31 + 62 windows of 32
+    assert "calibration part (the first half of it) has " in message
+    assert "4000 are asked for" in message  # 125 windows of 32
 
 
 # The numbers

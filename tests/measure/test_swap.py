@@ -25,7 +25,7 @@ def test_the_shortcut_equals_a_whole_evaluation_with_the_block_replaced(family: 
     model, text = tiny_model(family), random_text()
     profile = measure(model, text)
     found, seconds, whole = Sweeper(model, profile, text, 200, RunContext(batch_size=4)).alone()
-    windows, _ = spread_windows(text, 200)
+    windows = spread_windows(text, 200)[0].windows
     before = evaluate(model, windows)
     for p in profile.blocks:
         with patched(model, find_blocks(model), {p.block.index: linear_module(model, p)}):

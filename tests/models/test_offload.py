@@ -64,7 +64,7 @@ def stages(model: Any, text: Text) -> tuple[list[float], list[torch.Tensor]]:
     fitter = Fitter(store, candidates)
     shapes = {0: Shape(None, 4), 1: Shape(3, 5)}
     fits = [fitter.fit_at_once(shapes), fitter.fit_in_order(shapes)]
-    calibration = calibrate(store, candidates, fitter)
+    calibration = calibrate(store, candidates, fitter)[0]["text"]
     sweeper = Sweeper(model, profile, text, 256, RunContext())
     alone = torch.cat([sweeper.swap(p)["nats"] for p in profile.blocks])
     with patched(model, store.blocks, fits[1]):

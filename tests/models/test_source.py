@@ -127,7 +127,7 @@ def test_what_was_undone_is_the_model_that_was(saved: Path) -> None:
     originals = patch(model, blocks, {1: module})
     first = identify(model)
     with torch.no_grad():
-        module.bias += 1
+        module.output_bias.add_(1)
     assert identify(model) not in (first, before)
     unpatch(model, originals)
     assert identify(model) == before

@@ -100,11 +100,11 @@ def test_windows_come_from_every_text_and_all_of_it() -> None:
     windows = torch.arange(40).repeat_interleave(SEQ_LEN).reshape(40, SEQ_LEN)
     text = Text(*(Split(windows, "") for _ in range(3)), {"a": (30, 1), "b": (10, 1)})
     found, parts = spread_windows(text, 4 * SEQ_LEN)
-    assert found[:, 0].tolist() == [3, 11, 18, 26, 31, 33, 36, 38]
+    assert found.windows[:, 0].tolist() == [3, 11, 18, 26, 31, 33, 36, 38]
     assert parts == {"a": slice(0, 4), "b": slice(4, 8)}
     found, parts = spread_windows(text, 20 * SEQ_LEN)
     assert parts == {"a": slice(0, 20), "b": slice(20, 30)}
-    assert found[20:, 0].tolist() == list(range(30, 40))
+    assert found.windows[20:, 0].tolist() == list(range(30, 40))
 
 
 class CodeFFN(nn.Module):

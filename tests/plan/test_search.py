@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,8 +155,7 @@ def test_weights_that_overflow_cost_the_candidate_and_not_the_job(monkeypatch: p
     model = planted_model(WildFFN(), LinearFFN(rank=5), LinearFFN(rank=4, seed=3))
     with torch.no_grad():
         model.transformer.h[1].mlp.weight.mul_(1e6)
-    half = SimpleNamespace(dtype=torch.float16)
-    monkeypatch.setattr("compressor.plan.fit.source_of", lambda _: half)
+    monkeypatch.setattr("compressor.plan.fit.stored_dtype", lambda _: torch.float16)
     said: list[str] = []
     progress = Progress()
     monkeypatch.setattr(progress, "say", said.append)

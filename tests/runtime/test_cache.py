@@ -322,7 +322,6 @@ def measured_before(done: Outcome) -> list[str]:
 
 def report_of(done: Outcome) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(done.out)
-    report.pop("timings")
     return report
 
 
