@@ -53,11 +53,16 @@ class PerplexityRise:
     """exp(after) − exp(before), from the means of the nats before and after."""
 
     def gap(self, means: Tensor, figure: Tensor) -> Tensor:
-        return means[..., 1] - (figure + means[..., 0].exp()).log()
+        return means[..., 1] - self.after(means, figure).log()
 
     def slopes(self, means: Tensor, figure: Tensor) -> Tensor:
         before = means[..., 0].exp()
-        return torch.stack([-before / (figure + before), torch.ones_like(before)], dim=-1)
+        return torch.stack([-before / self.after(means, figure), torch.ones_like(before)], dim=-1)
+
+    def after(self, means: Tensor, figure: Tensor) -> Tensor:
+        """The perplexity after such a rise; no fall is taken to be by more than nine tenths."""
+        before = means[..., 0].exp()
+        return torch.maximum(figure + before, 0.1 * before)
 
     def solve(self, means: Tensor, gap: Tensor) -> Tensor:
         return (means[..., 1] - gap).exp() - means[..., 0].exp()

@@ -276,6 +276,8 @@ def test_plan(field: Callable[[], Range], compress: Compress, budget: str, cases
     base = json.loads(file.read_text(encoding="utf-8"))
     base["recipe"]["max_dppl"] = budget
     words = ["apply", "model", "plan.json", "--out", "out", "--generate", "0"]
+    file.write_text(json.dumps(base), encoding="utf-8")
+    place.command(b"as it was written", *words)
     contents = spoiled(base, ["compensated", "recipe", "extra"])
     place.fuzz("plan.json", contents, read_plan, words, cases=cases, commands=commands)
     assert set(place.codes) >= ({0, 1, 2} if cases else {0, 2})
