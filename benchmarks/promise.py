@@ -306,7 +306,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--keep", type=Path, help="file for the measured losses, read when it is there")
-    parser.add_argument("--no-tasks", action="store_true")
+    parser.add_argument("--only", choices=("texts", "tasks"))
     options = parser.parse_args()
     intervals.RESAMPLES = 1000  # of 4,000: the tables need many runs more than exact ends
     pools: dict[str, Pool] = {}
@@ -325,8 +325,9 @@ def main() -> None:
             f"{name}: {len(pool.before)} windows of {len(torch.unique(pool.documents))} documents, perplexity "
             f"{pool.before.mean().exp():.2f}, the checkpoint {pool.rise(1.0):+.3f}"
         )
-    report_texts(pools, options.runs, tuple(options.sizes))
-    if not options.no_tasks:
+    if options.only != "tasks":
+        report_texts(pools, options.runs, tuple(options.sizes))
+    if options.only != "texts":
         report_tasks(options.runs)
 
 

@@ -191,8 +191,8 @@ class Evaluator:
     ) -> dict[str, TaskChange]:
         """The fall in every task's score, on all documents.
 
-        `looks` names the tasks by which a search has chosen blocks, on one half of their documents: of those the other
-        half decides, and says how many plans it has been asked about, this one included.
+        `looks` names the tasks that decide a search, and how many plans they have been asked about, this one included.
+        A second plan has blocks that were chosen on one half of the documents: the other half decides on it.
         """
         confidence, seed = self.context.confidence, self.context.seed
         changes = {}
@@ -201,7 +201,7 @@ class Evaluator:
             if look is None:
                 changes[task.name] = compare_scores(task, *scores, confidence, seed)
             else:
-                choosing, deciding = split_documents(task.documents)
+                choosing, deciding = split_documents(task.documents) if look > 1 else ([], None)
                 change = compare_scores(task, *scores, confidence_at(look, confidence), seed, deciding)
                 changes[task.name] = replace(change, chosen_on=len(choosing), looks=look)
         return changes

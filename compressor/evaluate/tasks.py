@@ -63,8 +63,8 @@ class Task:
 class TaskChange:
     """How much a task's score fell on the documents that decide, with the interval over documents.
 
-    A search that gives blocks back chooses them on one half of the documents (`chosen_on`); the other half decides, and
-    `looks` counts how many plans it was asked about. `metrics` are those of all documents, as lm-eval prints them.
+    A search that gives blocks back chooses them on one half of the documents (`chosen_on`), and the other half decides;
+    `looks` counts the plans that were asked about. `metrics` are those of all documents, as lm-eval prints them.
     """
 
     source: float

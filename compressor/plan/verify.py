@@ -38,23 +38,21 @@ def search_and_verify(planner: Planner, evaluator: Evaluator, source: Measured) 
     """The largest plan inside all budgets; `source` is what was measured of the original model.
 
     After a plan that breaks the budget of a text, the search runs again with a smaller budget. In a plan that breaks
-    the budget of a task, the block that costs this task most is restored. Blocks are chosen on one half of a task's
-    documents, and the other half decides, a limited number of times. BudgetError when nothing is left.
+    the budget of a task, the block that costs this task most is restored. Such blocks are chosen on one half of a
+    task's documents, and the other half decides, a limited number of times. BudgetError when nothing is left.
     """
     model = planner.model
     plan, losses, looks = search_text(planner, evaluator, source.losses)
     limited = [name for name, limit in evaluator.limits.items() if limit is not None]
     task_looks = 0
-    refusal: BudgetError | None = None
     while True:
         identity = identify_patched(model, plan.fits)
         with patched(model, planner.blocks, plan.fits):
             scores = evaluator.score_tasks(model, "compressed", identity)
-        drops = evaluator.compare_choosing(source.scores, scores, limited)
-        # The first look is spent on a plan that is inside by the choosing documents, a further one on one that is
-        # surely inside by them.
-        ends = {name: change.upper if task_looks else change.drop for name, change in drops.items()}
-        broken = [name for name, end in ends.items() if end > task_limit(evaluator, name)]
+        # The search has seen no task: the first look is at all documents. A further one is spent only on a plan that is
+        # surely inside by the documents on which its blocks were chosen.
+        drops = evaluator.compare_choosing(source.scores, scores, limited) if task_looks else {}
+        broken = find_broken_tasks(evaluator, drops)
         if not broken:
             task_looks += 1
             drops = evaluator.compare_tasks(source.scores, scores, dict.fromkeys(limited, task_looks))
@@ -64,12 +62,11 @@ def search_and_verify(planner: Planner, evaluator: Evaluator, source: Measured) 
                     continuations = evaluator.write_continuations(model, "compressed", identity)
                 measured = Measured(losses, scores, continuations)
                 return VerifiedPlan(plan, measured, looks, dict.fromkeys(limited, task_looks))
-            refusal = task_refusal(evaluator, drops, broken, plan.shapes)
-            if task_looks == len(LOOK_SHARES):
-                raise refusal
+        missed = task_refusal(evaluator, drops, broken, plan.shapes)
+        if task_looks == len(LOOK_SHARES):
+            raise missed
         index = find_worst_block(planner, evaluator, plan, broken, source.scores, scores)
         planner.progress.say(f"  task {', '.join(broken)} refuses it: block {index} costs most and goes back")
-        missed = refusal or task_refusal(evaluator, drops, broken, plan.shapes)
         while True:
             smaller = planner.without_block(plan, index)
             if smaller is None:

@@ -688,7 +688,7 @@ def test_the_block_that_breaks_a_task_goes_back(
     assert (record["tasks"]["digits"]["source"], record["tasks"]["digits"]["compressed"]) == (1.0, 1.0)
     assert record["verification_looks"] == looks + len(blocks)
     task = record["tasks"]["digits"]
-    assert (task["documents"], task["chosen_on"], task["looks"]) == (20 * len(blocks), 20 * len(blocks), 1)
+    assert (task["documents"], task["chosen_on"], task["looks"]) == (20 * len(blocks), 20 * len(blocks), 2)
     checked = compress("check", tmp_path / "careful", "--json")
     assert json.loads(checked.out)["tasks"]["digits"]["documents"] == 20 * len(blocks), "seen documents do not decide"
     assert json.loads((tmp_path / "careful" / "compression.json").read_text(encoding="utf-8"))["tasks"]
