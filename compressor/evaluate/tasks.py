@@ -35,7 +35,6 @@ from compressor.text import datasets_offline
 
 FEWSHOT_SEED = 1234  # lm-eval's own default
 LONGEST_SEQUENCE = 2048  # tokens: with more, tasks that score whole texts would need gigabytes of logits
-LOOK_SHARES = (1 / 2, 1 / 4, 1 / 4)  # of the error, for each look at the documents that decide
 AGGREGATIONS = ("mean", "nanmean", "perplexity")  # those that need one number per document
 Scores = dict[str, Tensor]  # metric → its value for every document
 
@@ -276,8 +275,9 @@ def split_documents(count: int) -> tuple[list[int], list[int]]:
 
 
 def confidence_at(look: int, confidence: float) -> float:
-    """The confidence of one look at the deciding documents: all looks together keep the whole error."""
-    return 1 - (1 - confidence) * LOOK_SHARES[look - 1] if confidence > 0 else 0.0
+    """The confidence of one look at the deciding documents: the first may spend half of the error, every further one
+    half of what is left, so that all looks together keep to it."""
+    return 1 - (1 - confidence) / 2**look if confidence > 0 else 0.0
 
 
 def compare_scores(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from compressor.evaluate.budget import Limits, format_budgets, text_prefix
 from compressor.evaluate.evaluator import Evaluator, Measured
 from compressor.evaluate.perplexity import Losses, PerplexityChange
-from compressor.evaluate.tasks import LOOK_SHARES, Scores, TaskChange, find_lost_documents, split_documents
+from compressor.evaluate.tasks import Scores, TaskChange, find_lost_documents, split_documents
 from compressor.patch.tree import identify_patched, patched
 from compressor.plan.search import Plan, Planner
 from compressor.plan.shapes import Shapes, list_shapes
@@ -39,7 +39,7 @@ def search_and_verify(planner: Planner, evaluator: Evaluator, source: Measured) 
 
     After a plan that breaks the budget of a text, the search runs again with a smaller budget. In a plan that breaks
     the budget of a task, the block that costs this task most is restored. Such blocks are chosen on one half of a
-    task's documents, and the other half decides, a limited number of times. BudgetError when nothing is left.
+    task's documents, and the other half decides, more strictly each time. BudgetError when nothing is left.
     """
     model = planner.model
     plan, losses, looks = search_text(planner, evaluator, source.losses)
@@ -63,8 +63,6 @@ def search_and_verify(planner: Planner, evaluator: Evaluator, source: Measured) 
                 measured = Measured(losses, scores, continuations)
                 return VerifiedPlan(plan, measured, looks, dict.fromkeys(limited, task_looks))
         missed = task_refusal(evaluator, drops, broken, plan.shapes)
-        if task_looks == len(LOOK_SHARES):
-            raise missed
         index = find_worst_block(planner, evaluator, plan, broken, source.scores, scores)
         planner.progress.say(f"  task {', '.join(broken)} refuses it: block {index} costs most and goes back")
         while True:
