@@ -50,10 +50,11 @@ def search_and_verify(planner: Planner, evaluator: Evaluator, source: Measured) 
         with patched(model, planner.blocks, plan.fits):
             scores = evaluator.score_tasks(model, "compressed", identity)
         # The search has seen no task: the first look is at all documents. A further one is spent only on a plan that is
-        # surely inside by the documents on which its blocks were chosen.
-        drops = evaluator.compare_choosing(source.scores, scores, limited) if task_looks else {}
+        # surely inside by the documents on which its blocks are chosen.
+        drops = evaluator.compare_choosing(source.scores, scores, limited)
         broken = find_broken_tasks(evaluator, drops)
-        if not broken:
+        suspects = broken or limited  # by the choosing documents alone, for the others must decide once more
+        if not broken or not task_looks:
             task_looks += 1
             drops = evaluator.compare_tasks(source.scores, scores, dict.fromkeys(limited, task_looks))
             broken = find_broken_tasks(evaluator, drops)
@@ -63,7 +64,7 @@ def search_and_verify(planner: Planner, evaluator: Evaluator, source: Measured) 
                 measured = Measured(losses, scores, continuations)
                 return VerifiedPlan(plan, measured, looks, dict.fromkeys(limited, task_looks))
         missed = task_refusal(evaluator, drops, broken, plan.shapes)
-        index = find_worst_block(planner, evaluator, plan, broken, source.scores, scores)
+        index = find_worst_block(planner, evaluator, plan, suspects, source.scores, scores)
         planner.progress.say(f"  task {', '.join(broken)} refuses it: block {index} costs most and goes back")
         while True:
             smaller = planner.without_block(plan, index)
@@ -151,18 +152,18 @@ def find_worst_block(
     planner: Planner,
     evaluator: Evaluator,
     plan: Plan,
-    broken: list[str],
+    suspects: list[str],
     before: Mapping[str, Scores],
     after: Mapping[str, Scores],
 ) -> int:
-    """The block that, restored, wins back most of the documents that the broken tasks lost, of those that choose."""
+    """The block that, restored, wins back most of the documents that these tasks lost, of those that choose."""
     if len(plan.shapes) == 1:
         return next(iter(plan.shapes))
     won_back: dict[int, float] = dict.fromkeys(plan.shapes, 0.0)
     identity = identify_patched(planner.model, plan.fits)
     others = {i: {k: v for k, v in identity["replaced"].items() if k != str(i)} for i in plan.shapes}
     identities = {index: {**identity, "replaced": replaced} for index, replaced in others.items()}
-    for task in (task for task in evaluator.tasks if task.name in broken):
+    for task in (task for task in evaluator.tasks if task.name in suspects):
         choosing, _ = split_documents(task.documents)
         lost = find_lost_documents(task, before[task.name], after[task.name], choosing, MOST_DOCUMENTS)
         for index in plan.shapes if lost else []:
