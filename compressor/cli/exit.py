@@ -32,6 +32,7 @@ def run_and_exit(command: Callable[[], Any], words: Sequence[str]) -> NoReturn:
                 raise
             with nullcontext() if caught.number or is_first_to_fail() else redirect_stderr(io.StringIO()):
                 code = caught.print_line() if caught.number else report_error(describe_failure(error))
+            let_others_fail()
         if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             sys.stdout.flush()  # a failed check has printed its table
             sys.stderr.flush()
@@ -48,6 +49,13 @@ def describe_failure(error: Exception) -> BaseException:
     """The error; the loss of another process becomes an error that says so."""
     distributed: Any = joined_processes()
     return distributed.describe_failure(error) if distributed else error
+
+
+def let_others_fail() -> None:
+    """Wait a moment until the other processes have asked whether they are the first to fail."""
+    distributed: Any = joined_processes()
+    if distributed:
+        distributed.let_others_fail()
 
 
 def is_first_to_fail() -> bool:

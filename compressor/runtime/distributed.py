@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ LOST_PROCESS = (
     "NCCL",
     "ncclRemoteError",
 )
+LINGER_SECONDS = 2.0  # of the process that holds the store, after it failed
 STORES: list[Any] = []  # torch's key-value store of the processes that have joined, if they have
 
 
@@ -68,6 +70,16 @@ def is_first_to_fail() -> bool:
         return bool(STORES[0].add("failed", 1) == 1)
     except (RuntimeError, ValueError):  # the process that held the store has ended
         return True
+
+
+def let_others_fail() -> None:
+    """Wait a moment, where this process holds the store, until the others have asked whether they failed first."""
+    deadline = time.monotonic() + LINGER_SECONDS
+    try:
+        while STORES and dist.get_rank() == 0 and STORES[0].add("failed", 0) < size() and time.monotonic() < deadline:
+            time.sleep(0.02)
+    except (RuntimeError, ValueError):
+        return
 
 
 def describe_failure(error: BaseException) -> BaseException:
