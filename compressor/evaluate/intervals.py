@@ -158,10 +158,11 @@ def end_score(units: int, confidence: float) -> float:
     return student_quantile(1 - (1 - confidence) * SPENT_ERROR / 2, units - 1)
 
 
-def student_quantile(level: float, freedom: int) -> float:
-    from scipy.stats import t  # takes most of a second to import
+def student_quantile(level: float, freedom: float) -> float:
+    """The quantile of Student's distribution."""
+    from scipy.special import stdtrit  # scipy is imported only where it is needed
 
-    return float(t.ppf(level, freedom))
+    return float(stdtrit(freedom, level))
 
 
 def perplexity_interval(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from compressor.evaluate.intervals import student_quantile
 from compressor.measure.moments import Moments
 from compressor.measure.regression import Spectrum, feature_errors, solve_part
 from compressor.runtime import distributed
@@ -107,9 +108,7 @@ def interval(r2: float, errors: Tensor, spreads: Tensor, lack: float, fit: float
     if variance == 0:
         return r2, r2
     freedom = min(variance**2 / (drawn**2 / (windows - 1) + fit**2 / (groups - 1)), windows - 1)
-    from scipy.special import stdtrit  # scipy is imported only where it is needed
-
-    half = float(stdtrit(freedom, ENDS)) * math.sqrt(variance)
+    half = student_quantile(ENDS, freedom) * math.sqrt(variance)
     share = math.log(1 - r2) - math.log1p(lack / spreads.sum().item())
     low, high = 1 - math.exp(min(share + half, 700.0)), 1 - math.exp(share - half)
     return min(low, r2), max(high, r2)

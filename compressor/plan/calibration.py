@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from compressor.evaluate.intervals import student_quantile
 from compressor.measure.swap import SingleBlockTrials, spread_windows
 from compressor.plan.candidates import BlockCandidates
 from compressor.plan.fit import Fitter
@@ -66,9 +67,7 @@ class Point:
         """The ratios that the measurement's own noise leaves possible."""
         if self.windows < 2 or not math.isfinite(self.error):
             return -math.inf, math.inf
-        from scipy.stats import t  # takes most of a second to import
-
-        reach = self.error * float(t.isf(DOUBT, self.windows - 1))
+        reach = self.error * student_quantile(1 - DOUBT, self.windows - 1)
         return self.ratio(self.measured - reach), self.ratio(self.measured + reach)
 
     def ratio(self, nats: float) -> float:
