@@ -16,15 +16,20 @@ GRAM_TILE = 144  # columns per tile: small enough to skip most of the mirrored h
 
 
 def gram(rows: Tensor) -> Tensor:
-    """rowsᵀ·rows, computing only the upper triangle of tiles."""
+    """rowsᵀ·rows in float64."""
+    out = torch.zeros(rows.shape[1], rows.shape[1], dtype=ACCUMULATION_DTYPE, device=rows.device)
+    add_gram(out, rows)
+    return out
+
+
+def add_gram(out: Tensor, rows: Tensor) -> None:
+    """Add rowsᵀ·rows to a matrix, computing only the upper triangle of tiles."""
     width = rows.shape[1]
-    out = rows.new_empty(width, width)
     for start in range(0, width, GRAM_TILE):
         stop = min(start + GRAM_TILE, width)
         tile = rows[:, start:stop].T @ rows[:, start:]
-        out[start:stop, start:] = tile
-        out[start:, start:stop] = tile.T
-    return out
+        out[start:stop, start:] += tile
+        out[stop:, start:stop] += tile[:, stop - start :].T
 
 
 @dataclass
@@ -82,22 +87,58 @@ class Moments:
 
     def add(self, other: Moments) -> None:
         """Merge the moments of other rows into these, in place: new matrices for every batch would fragment memory."""
-        total = self.weight + other.weight
-        if other.rows == 0 or total == 0:
+        if other.rows == 0 or self.weight + other.weight == 0:
             return
-        share = other.weight / total
-        step_x, step_y = other.mean_x - self.mean_x, other.mean_y - self.mean_y
+        self.xx.add_(other.xx)
+        self.xy.add_(other.xy)
+        self.yy.add_(other.yy)
+        self.move_mean(other.weight, other.mean_x, other.mean_y)
+        self.rows += other.rows
+
+    def add_neurons(self, x: Tensor, a: Tensor, y: Tensor, weights: Tensor) -> None:
+        """Add a batch of rows z = [x, a] with y, where a are the activations of many neurons.
+
+        Products with a are computed in float32 (float64 where a is) and only summed in float64: the rows are centred
+        first, so that this loses no more than the activations themselves were rounded by. Products of x alone are
+        float64 throughout.
+        """
+        a = a if a.dtype == ACCUMULATION_DTYPE else a.float()
+        weights = weights.to(ACCUMULATION_DTYPE)
+        weight, root, width = weights.sum(), weights.sqrt()[:, None], x.shape[1]
+
+        def centre(rows: Tensor) -> tuple[Tensor, Tensor]:
+            mean = (weights.to(rows.dtype) @ rows).to(ACCUMULATION_DTYPE) / weight
+            return mean, (rows - mean.to(rows)).mul_(root.to(rows.dtype))
+
+        mean_x, x = centre(x.to(ACCUMULATION_DTYPE))
+        mean_a, a = centre(a)
+        mean_y, y = centre(y.to(ACCUMULATION_DTYPE))
+        add_gram(self.xx[:width, :width], x)
+        add_gram(self.xx[width:, width:], a)
+        across = x.to(a.dtype).T @ a
+        self.xx[:width, width:] += across
+        self.xx[width:, :width] += across.T
+        self.xy[:width] += x.T @ y
+        self.xy[width:] += a.T @ y.to(a.dtype)
+        self.yy += y.square().sum(0)
+        self.move_mean(weight, torch.cat([mean_x, mean_a]), mean_y)
+        self.rows += len(a)
+
+    def move_mean(self, weight: Tensor, mean_x: Tensor, mean_y: Tensor) -> None:
+        """Make the sums, to which those of other rows about their own means were added, those about the common mean."""
+        total = self.weight + weight
+        share = weight / total
+        step_x, step_y = mean_x - self.mean_x, mean_y - self.mean_y
         between = (self.weight * share).item()  # w₁·w₂ / (w₁ + w₂)
-        self.xx.add_(other.xx).addr_(step_x, step_x, alpha=between)
-        self.xy.add_(other.xy).addr_(step_x, step_y, alpha=between)
+        self.xx.addr_(step_x, step_x, alpha=between)
+        self.xy.addr_(step_x, step_y, alpha=between)
         if self.whole_yy:
-            self.yy.add_(other.yy).addr_(step_y, step_y, alpha=between)
+            self.yy.addr_(step_y, step_y, alpha=between)
         else:
-            self.yy.add_(other.yy).add_(step_y.square(), alpha=between)
+            self.yy.add_(step_y.square(), alpha=between)
         self.mean_x.add_(step_x * share)
         self.mean_y.add_(step_y * share)
         self.weight.copy_(total)
-        self.rows += other.rows
 
     def recentre(self, mean_x: Tensor, mean_y: Tensor) -> None:
         """Make these the second moments about other means, in place. The weight and the rows stay."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.measure.calibration_pass import RowCollector, visit_rows
 from compressor.measure.moments import ACCUMULATION_DTYPE, Moments
 from compressor.measure.r2_interval import WindowSums, fit_variance, group_count, group_of, interval, merge
 from compressor.measure.regression import (
@@ -31,9 +32,10 @@ from compressor.measure.regression import (
     rank_r2,
     solve,
 )
-from compressor.models.blocks import Block, Rows, capture_rows, find_blocks
+from compressor.models.blocks import Block, Rows, find_blocks
+from compressor.models.layer_states import LayerStates
 from compressor.models.offload import device_of
-from compressor.models.residual import CALIBRATION_PARTS, Stream, calibration_streams, delete_saved_streams
+from compressor.models.residual import CALIBRATION_PARTS
 from compressor.models.source import identify
 from compressor.runtime import distributed
 from compressor.runtime.cache import cache_key
@@ -79,24 +81,43 @@ class _Collected:
     groups: list[Moments]
     weighted: Moments
     rounding: Tensor  # Σ over rows and features of the squared rounding that the captured outputs may have
+    batches: int = 0
+
+
+@dataclass
+class _Solved:
+    """A block's least-squares map, and what its owner solved it from (None in other processes)."""
+
+    linear: AffineMap
+    spectrum: Spectrum | None = None
+    total: Moments | None = None  # of all fitted rows
+    fitted: _Collected | None = None
+    window_sums: WindowSums = field(default_factory=WindowSums)
 
 
 def measure(
     model: Any,
     text: Text,
     context: RunContext | None = None,
+    *,
+    beside: Sequence[RowCollector] = (),
+    states: LayerStates | None = None,
 ) -> Profile:
     """Measure every FFN of the model on the calibration text. In memory: the model, one block's moments, the stream.
 
-    With a cache, every block is stored as soon as it is measured.
+    With a cache, every block is stored as soon as it is measured. Collectors that are given `beside` get their rows
+    from the same pass, and `states` the residual stream.
     """
     context = context or RunContext()
-    blocks = _Measurer(model, find_blocks(model), text, context).measure_all()
-    return Profile(blocks, text.fitting.numel(), text.held_out.numel(), text.seq_len)
+    blocks = find_blocks(model)
+    collector = ProfileCollector(model, blocks, text, context)
+    visit_rows(model, blocks, text, context, [collector, *beside], "measure", states)
+    profiles = [collector.profiles[block.index] for block in blocks]
+    return Profile(profiles, text.fitting.numel(), text.held_out.numel(), text.seq_len)
 
 
-class _Measurer:
-    """One pass over the calibration text, as many blocks at a time as there are processes: each process solves one."""
+class ProfileCollector:
+    """Measures the linearity of blocks from their rows; `profiles` has those that were measured, by block."""
 
     def __init__(self, model: Any, blocks: list[Block], text: Text, context: RunContext) -> None:
         self.model, self.blocks, self.text, self.context = model, blocks, text, context
@@ -104,125 +125,119 @@ class _Measurer:
         self.device = moments_device(model)
         more = {"seq_len": text.seq_len, "batch": context.batch_size, "seed": context.seed}
         self.key = cache_key("profile", identify(model), text.calibration_sha256, **more)
+        self.profiles: dict[int, BlockProfile] = {}
+        self.collected: dict[int, _Collected] = {}
+        self.solved: dict[int, _Solved] = {}
 
     def block_key(self, block: Block) -> dict[str, Any]:
         return {**self.key, "block": block.path}
 
-    def measure_all(self) -> list[BlockProfile]:
-        progress = self.context.progress
-        profiles: dict[int, BlockProfile] = {}
+    def find_missing(self) -> list[Block]:
+        """The blocks that were not measured before."""
         missing = []
         for block in self.blocks:
             cached = self.cache.find(self.block_key(block))
             if cached is None:
                 missing.append(block)
             else:
-                profiles[block.index] = unpack_block(block, self.text, cached, partial(self.read, block))
+                self.profiles[block.index] = unpack_block(block, self.text, cached, partial(self.read, block))
         if not missing:
-            progress.say("profile: measured before")
-        with progress.bar("measure", len(self.blocks)) as advance:
-            advance(len(profiles))
-            streams = self.streams(missing[0]) if missing else []
-            for group in distributed.rounds(missing):
-                for block, tensors in zip(group, self.measure_group(group, *streams), strict=True):
-                    self.cache.keep(self.block_key(block), tensors)
-                    read = partial(self.read, block) if self.cache.directory else partial(dict, tensors)
-                    profiles[block.index] = unpack_block(block, self.text, tensors, read)
-                    advance(1)
-                for stream in streams:
-                    stream.save_periodically()
-        delete_saved_streams(self.cache, self.key)
-        return [profiles[block.index] for block in self.blocks]
+            self.context.progress.say("profile: measured before")
+        return missing
+
+    def inner_path(self, block: Block) -> str | None:
+        return None
 
     def read(self, block: Block) -> Mapping[str, Tensor]:
         """The cached tensors of a block. Where the cache has lost them, the block is measured again."""
         tensors = self.cache.find(self.block_key(block))
         if tensors is None:
-            [tensors] = self.measure_group([block], *self.streams(block))
+            again = _MeasuredAgain(self.model, self.blocks, self.text, self.context, block)
+            visit_rows(self.model, self.blocks, self.text, self.context, [again], "measure")
+            tensors = again.tensors
         return tensors
 
-    def streams(self, first: Block) -> list[Stream]:
-        """The fitting and the held-out windows, at this block's layer or before it."""
-        return calibration_streams(
-            self.model, self.blocks, self.text, self.context.batch_size, self.cache, self.key, first.index
+    def begin(self, group: Sequence[Block]) -> None:
+        self.collected, self.solved = {block.index: self.empty(block, CALIBRATION_PARTS[0]) for block in group}, {}
+
+    def empty(self, block: Block, part: str) -> _Collected:
+        """No rows yet. Those of the fitting windows are kept in groups of windows."""
+        fitting = part == CALIBRATION_PARTS[0]
+        return _Collected(
+            [
+                Moments.zeros(block.width, block.width, self.device, whole_yy=not fitting)
+                for _ in range(group_count(len(self.text.fitting)) if fitting else 1)
+            ],
+            Moments.zeros(block.width, block.width, self.device, whole_yy=False),
+            torch.zeros((), dtype=ACCUMULATION_DTYPE, device=self.device),
         )
 
-    @torch.no_grad()
-    def measure_group(self, group: Sequence[Block], fitting: Stream, held_out: Stream) -> list[dict[str, Tensor]]:
-        """Measure these blocks, one per process. All processes run a share of its rows, and its owner solves it."""
-        me = distributed.rank()
-        own: _Collected | None = None
+    def add(self, block: Block, part: str, rows: Rows) -> None:
+        """Add the moments of a batch. Of held-out windows, the error of the fitted map in each is summed too."""
+        collected, seq_len = self.collected[block.index], self.text.seq_len
+        fitting, windows = part == CALIBRATION_PARTS[0], len(self.text.fitting)
+        x, y = rows.x.to(self.device, ACCUMULATION_DTYPE), rows.y.to(self.device, ACCUMULATION_DTYPE)
+        self.refuse_nonfinite(block, x, y, part, collected.batches)
+        first = self.window_number(collected.batches)
+        collected.batches += 1
+        numbers = range(first, first + len(x) // seq_len)
+        members = [group_of(number, windows) if fitting else 0 for number in numbers]
+        for member in sorted(set(members)):
+            start = members.index(member) * seq_len
+            rows_of = slice(start, start + members.count(member) * seq_len)
+            collected.groups[member].add(Moments.of(x[rows_of], y[rows_of], whole_yy=not fitting))
+        collected.weighted.add(Moments.of(x, y, row_weights(rows.h).to(self.device), whole_yy=False))
+        collected.rounding.add_(squared_rounding(rows, block).to(self.device))
+        if not fitting:
+            fit, sums = self.solved[block.index].linear, self.solved[block.index].window_sums
+            centred = y - fit.mean_y
+            error = centred - (x - fit.mean_x) @ fit.weight
+            sums.errors.append(error.square().sum(-1).reshape(-1, seq_len).sum(-1))
+            sums.energies.append(centred.square().sum(-1))
+            sums.sums.append(centred.reshape(-1, seq_len, centred.shape[-1]).sum(1))
+
+    def end_block(self, block: Block, owner: int, part: str) -> None:
+        collected = self.collected[block.index]
+        for moments in (*collected.groups, collected.weighted):
+            merge_processes(moments, owner)
+        distributed.sum_over_processes([collected.rounding])
+        if part == CALIBRATION_PARTS[1]:
+            self.solved[block.index].window_sums.gather()
+
+    def end_part(self, group: Sequence[Block], part: str) -> None:
+        """Solve the maps after the fitting windows; summarise the blocks after the held-out ones."""
+        if part == CALIBRATION_PARTS[0]:
+            self.solve_group(group)
+            self.collected = {block.index: self.empty(block, CALIBRATION_PARTS[1]) for block in group}
+            return
+        own = None
         for owner, block in enumerate(group):
-            collected = self.collect(block, fitting, CALIBRATION_PARTS[0], owner)
-            own = collected if owner == me else own
-        fields: dict[str, Tensor] | None = None
-        if own is not None:
-            total = merge(own.groups)
+            if owner == distributed.rank():
+                own = self.summarise(self.solved[block.index], self.collected[block.index])
+        for owner, block in enumerate(group):
+            self.finish(block, distributed.broadcast(own, owner))
+        self.collected, self.solved = {}, {}
+
+    def solve_group(self, group: Sequence[Block]) -> None:
+        """Every owner solves the least-squares map of its block; all processes get all maps."""
+        fields, spectrum, total, fitted = None, None, None, None
+        if distributed.rank() < len(group):
+            fitted = self.collected[group[distributed.rank()].index]
+            total = merge(fitted.groups)
             spectrum = decompose(total.xx)
             linear = solve(total, spectrum)
             fields = {"weight": linear.weight, "mean_x": linear.mean_x, "mean_y": linear.mean_y}
-        maps = [AffineMap(**distributed.broadcast(fields, owner)) for owner in range(len(group))]
-        summary = None
-        for owner, (block, fit) in enumerate(zip(group, maps, strict=True)):
-            window_sums = WindowSums()
-            held = self.collect(block, held_out, CALIBRATION_PARTS[1], owner, fit, window_sums)
-            if owner == me and own is not None:
-                summary = self.summarise(fit, spectrum, total, own, held, window_sums)
-        return [distributed.broadcast(summary, owner) for owner in range(len(group))]
+        for owner, block in enumerate(group):
+            solved = _Solved(AffineMap(**distributed.broadcast(fields, owner)))
+            if owner == distributed.rank():
+                solved.spectrum, solved.total, solved.fitted = spectrum, total, fitted
+            self.solved[block.index] = solved
 
-    def collect(
-        self,
-        block: Block,
-        stream: Stream,
-        which: str,
-        owner: int,
-        fit: AffineMap | None = None,
-        window_sums: WindowSums | None = None,
-    ) -> _Collected:
-        """Moments of the rows of all processes, for the owner; the stream passes the block.
-
-        Those of the fitting windows are in groups. With a fitted map, the held-out windows are one group, and
-        `window_sums` gets the map's error in every window.
-        """
-        stream.advance(block.index)
-        seq_len, windows = self.text.seq_len, len(self.text.fitting)
-        groups = [
-            Moments.zeros(block.width, block.width, self.device, whole_yy=fit is not None)
-            for _ in range(group_count(windows) if fit is None else 1)
-        ]
-        weighted = Moments.zeros(block.width, block.width, self.device, whole_yy=False)
-        rounding = torch.zeros((), dtype=ACCUMULATION_DTYPE, device=self.device)
-        batch = 0
-
-        def add(_: Block, rows: Rows) -> None:
-            nonlocal batch
-            x, y = rows.x.to(self.device, ACCUMULATION_DTYPE), rows.y.to(self.device, ACCUMULATION_DTYPE)
-            self.refuse_nonfinite(block, x, y, which, batch)
-            first = self.window_number(batch)
-            batch += 1
-            numbers = range(first, first + len(x) // seq_len)
-            members = [group_of(number, windows) if fit is None else 0 for number in numbers]
-            for member in sorted(set(members)):
-                start = members.index(member) * seq_len
-                part = slice(start, start + members.count(member) * seq_len)
-                groups[member].add(Moments.of(x[part], y[part], whole_yy=fit is not None))
-            weighted.add(Moments.of(x, y, row_weights(rows.h).to(self.device), whole_yy=False))
-            rounding.add_(squared_rounding(rows, block).to(self.device))
-            if fit is not None and window_sums is not None:
-                centred = y - fit.mean_y
-                error = centred - (x - fit.mean_x) @ fit.weight
-                window_sums.errors.append(error.square().sum(-1).reshape(-1, seq_len).sum(-1))
-                window_sums.energies.append(centred.square().sum(-1))
-                window_sums.sums.append(centred.reshape(-1, seq_len, centred.shape[-1]).sum(1))
-
-        with capture_rows(self.model, [block], add):
-            stream.step()
-        for moments in (*groups, weighted):
-            merge_processes(moments, owner)
-        distributed.sum_over_processes([rounding])
-        if window_sums is not None:
-            window_sums.gather()
-        return _Collected(groups, weighted, rounding)
+    def finish(self, block: Block, tensors: dict[str, Tensor]) -> None:
+        """Store the tensors of a block that is measured."""
+        self.cache.keep(self.block_key(block), tensors)
+        read = partial(self.read, block) if self.cache.directory else partial(dict, tensors)
+        self.profiles[block.index] = unpack_block(block, self.text, tensors, read)
 
     def window_number(self, batch: int) -> int:
         """The number of the first window of this process's batch, among the fitting or the held-out windows."""
@@ -241,17 +256,13 @@ class _Measurer:
             "try --dtype float32, or another text"
         )
 
-    def summarise(
-        self,
-        fit: AffineMap,
-        spectrum: Spectrum,
-        total: Moments,
-        fitted: _Collected,
-        held_out: _Collected,
-        window_sums: WindowSums,
-    ) -> dict[str, Tensor]:
-        """Everything that is reported of one block, as tensors for the cache. `total` are all fitted rows."""
-        seq_len = self.text.seq_len
+    def summarise(self, solved: _Solved, held_out: _Collected) -> dict[str, Tensor]:
+        """Everything that is reported of one block, as tensors for the cache."""
+        seq_len, fit, window_sums = self.text.seq_len, solved.linear, solved.window_sums
+        spectrum, total, fitted = solved.spectrum, solved.total, solved.fitted
+        assert spectrum is not None
+        assert total is not None
+        assert fitted is not None
         held, stream_held = held_out.groups[0], held_out.weighted
         constant = held.variances.sum() <= held_out.rounding
         errors = feature_errors(fit, held)
@@ -306,6 +317,21 @@ class _Measurer:
         if not carries(total.rows, len(fit.mean_x)):
             tensors["ridge_weight"] = ridge_map.weight.cpu()
         return tensors
+
+
+class _MeasuredAgain(ProfileCollector):
+    """Measures one block, whatever the cache has; `tensors` is what was measured."""
+
+    def __init__(self, model: Any, blocks: list[Block], text: Text, context: RunContext, block: Block) -> None:
+        super().__init__(model, blocks, text, context)
+        self.block = block
+        self.tensors: dict[str, Tensor] = {}
+
+    def find_missing(self) -> list[Block]:
+        return [self.block]
+
+    def finish(self, block: Block, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
 
 
 def squared_rounding(rows: Rows, block: Block) -> Tensor:

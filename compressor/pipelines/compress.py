@@ -21,6 +21,7 @@ from compressor.pipelines.describe_profile import describe_profile
 from compressor.pipelines.job import Job, open_job, require_room, reserved_out, study_blocks
 from compressor.pipelines.outputs import write_result
 from compressor.pipelines.recipe import Recipe
+from compressor.plan.moments_store import open_store
 from compressor.plan.search import Planner, prepare_search
 from compressor.plan.verify import search_and_verify
 from compressor.report.record import Record
@@ -37,10 +38,11 @@ def run(recipe: Recipe, context: RunContext) -> Record:
         require_room(job, out)
         evaluator = job.evaluator()
 
-        profile = measure(job.model, job.text, job.context)
+        store = open_store(job.model, job.text, job.context)
+        profile = measure(job.model, job.text, job.context, beside=[store.collector()], states=store.states)
         source = evaluator.measure(job.model, "source", identify(job.model))
         limits = compute_limits(evaluator.budgets, evaluator.perplexities(source.losses))
-        space = prepare_search(job.model, job.text, job.context)
+        space = prepare_search(job.model, job.text, job.context, store=store)
         study = study_blocks(job, profile, space.damages, limits.nats)
         planner = Planner(space, limits, study.verdicts, objective=job.recipe.objective)
         verified = search_and_verify(planner, evaluator, source)

@@ -17,6 +17,7 @@ from compressor.pipelines.describe import describe_budget, describe_plan
 from compressor.pipelines.describe_profile import describe_profile
 from compressor.pipelines.job import Job, open_job
 from compressor.pipelines.recipe import Recipe
+from compressor.plan.moments_store import open_store
 from compressor.plan.search import ROOM, Plan, Planner, SearchSpace, prepare_search
 from compressor.report.charts import draw_frontier
 from compressor.report.record import Record
@@ -36,9 +37,10 @@ def run(recipe: Recipe, out: Path, context: RunContext) -> Record:
     job = open_job(recipe.model_copy(update={"max_dppl": budgets[0]}), context)
     evaluator = job.evaluator()
 
-    profile = measure(job.model, job.text, job.context)
+    store = open_store(job.model, job.text, job.context)
+    profile = measure(job.model, job.text, job.context, beside=[store.collector()], states=store.states)
     perplexities = evaluator.perplexities(evaluator.measure_losses(job.model, "verify", identify(job.model)))
-    space = prepare_search(job.model, job.text, job.context)
+    space = prepare_search(job.model, job.text, job.context, store=store)
     searches = []
     for words in budgets:
         asked = parse_budgets(words, job.text.counts, job.recipe.confidence)

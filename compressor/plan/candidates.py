@@ -22,6 +22,7 @@ from compressor.plan.selection import (
     FREE_SHARE,
     Elimination,
     Fitted,
+    ScaledMoments,
     choose_shrinkage,
     eliminate,
     factor_metric,
@@ -35,7 +36,8 @@ from compressor.runtime.cache import Tensors
 NEURON_SHARES = (0.97, 0.94, 0.91, 0.87, 0.83, 0.78, 0.71, 0.61, 0.5, 0.38, 0.25, 0.13, 0.05)
 RANK_SHARES = (0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)  # ranks beside kept neurons, of the width
 NEURON_MULTIPLE = 8  # where there are many neurons, multiples of this are kept: matrix products are faster then
-PROBED_CANDIDATES = 3  # of each kind, have their damage computed row by row; the others are interpolated
+# Candidates of each kind that have their damage computed row by row; those of the others are interpolated.
+PROBED_PRUNED, PROBED_HYBRID = 3, 2
 
 
 @dataclass(frozen=True)
@@ -93,30 +95,32 @@ def survey_block(
     block: Block, neurons: Neurons | None, bias: Tensor, fit: Moments, held: Moments, gradients: Gradients
 ) -> Tensors:
     """Everything that planning needs of one block in addition to its moments, as tensors for the cache."""
-    outer = output_weights(block, neurons, fit.xx.device)
+    device = fit.xx.device
+    outer = output_weights(block, neurons, device)
     linear, linear_held = (linear_moments(m, outer, bias) for m in (fit, held))
     metric = gradients.metric.to(fit.xx)
     damage = predict_ladder_damage(fit_ladder(linear, linear_held, metric), gradients)
     root = factor_metric(metric)
-    no_neurons = torch.empty(0, dtype=torch.long, device=outer.device)
+    no_neurons = torch.empty(0, dtype=torch.long, device=device)
     assert damage.by_rank is not None
     table = [
         (-1 if r is None else r, 0, damage.linear if r is None else damage.by_rank[r].item())
         for r in list_ranks(block.width)
     ]
-    ridges = [choose_shrinkage(fit, held, outer, no_neurons, None, root)[0], 0.0]
+    scaled = scale_moments(fit, outer)
+    ridges = [choose_shrinkage(scaled, held, outer, no_neurons, None, root)[0], 0.0]
     orders = torch.zeros(2, 0, dtype=torch.long)
     if neurons is not None:
-        scaled = scale_moments(fit, outer)
         counts = sorted({round_count(share * neurons.count, neurons.count) for share in NEURON_SHARES})
         runs = [eliminate(scaled, root[0], counts, with_inputs=with_inputs) for with_inputs in (False, True)]
         orders = torch.stack([run.order.cpu() for run in runs])
-        three_quarters = orders[0, neurons.count // 4 :].to(outer.device).sort().values
-        ridges[1] = choose_shrinkage(fit, held, outer, three_quarters, 0, root)[0]
+        three_quarters = orders[0, neurons.count // 4 :].to(device).sort().values
+        ridges[1] = choose_shrinkage(scaled, held, outer, three_quarters, 0, root)[0]
+        activations = neurons.activate(gradients.x.to(neurons.outer))
 
         def probe(shape: Shape) -> float:
-            fitted = fit_shape(fit, bias, outer, shape, orders, root, (ridges[0], ridges[1]))
-            return damage_from_errors(fit_errors(fitted, neurons, gradients), gradients)
+            fitted = fit_shape(fit, bias, outer, shape, orders, root, (ridges[0], ridges[1]), scaled=scaled)
+            return damage_from_errors(fit_errors(fitted, activations, gradients), gradients)
 
         table += neuron_candidates(block, neurons, runs, probe)
     scalars = [damage.linear, damage.factorised, *ridges]
@@ -146,7 +150,7 @@ def neuron_candidates(
         for subset in run.subsets:
             enough = int((subset.errors > subset.errors[-1] + FREE_SHARE * run.total).sum())  # more ranks gain nothing
             for rank in {round(share * block.width) for share in RANK_SHARES} | {enough}:
-                if len(subset.kept) and 2 * rank < block.width:
+                if len(subset.kept) and rank < len(subset.errors) and 2 * rank < block.width:
                     shape = Shape(rank, len(subset.kept))
                     least_errors[shape] = min(least_errors.get(shape, math.inf), subset.errors[rank].item())
     candidates = [
@@ -155,17 +159,19 @@ def neuron_candidates(
     ]
     pruned = [candidate for candidate in candidates if candidate.shape.rank == 0]
     hybrid = [candidate for candidate in candidates if candidate.shape.rank != 0]
-    return [row for kind in (pruned, hybrid) for row in interpolate_damages(lower_hull(kind), probe)]
+    kinds = ((pruned, PROBED_PRUNED), (hybrid, PROBED_HYBRID))
+    return [row for kind, probes in kinds for row in interpolate_damages(lower_hull(kind), probe, probes)]
 
 
-def interpolate_damages(front: list[Candidate], probe: Callable[[Shape], float]) -> list[tuple[int, int, float]]:
+def interpolate_damages(
+    front: list[Candidate], probe: Callable[[Shape], float], probes: int
+) -> list[tuple[int, int, float]]:
     """(rank, neurons, damage) of candidates whose `damage` is, so far, their error in the metric.
 
     `probe` computes the damage of a few of them. For the others the ratio of damage and error is interpolated.
     """
     front = sorted(front, key=lambda candidate: candidate.damage)
-    steps = max(1, PROBED_CANDIDATES - 1)
-    probed = sorted({round(k * (len(front) - 1) / steps) for k in range(PROBED_CANDIDATES)}) if front else []
+    probed = sorted({round(k * (len(front) - 1) / (probes - 1)) for k in range(probes)}) if front else []
     errors = [math.log(max(candidate.damage, 1e-300)) for candidate in front]
     ratios = {k: math.log(max(probe(front[k].shape), 1e-300)) - errors[k] for k in probed}
     table = []
@@ -186,17 +192,21 @@ def fit_shape(
     root: tuple[Tensor, Tensor],
     ridges: tuple[float, float],
     shrinkage: tuple[float, float] | None = None,
+    scaled: ScaledMoments | None = None,
 ) -> Fitted:
     """The fit of one shape, with the block's ridge or the `shrinkage` (ridge and target) of `choose_shrinkage`.
 
     Beside a low rank there are two removal orders to take the kept neurons from: the fit that errs less is returned.
+    `scaled` are the moments scaled to unit variances, where they are at hand.
     """
     ridge, target = shrinkage or (ridges[1 if shape.neurons else 0], 0.0)
+    scaled = scaled or scale_moments(moments, outer)
+    sets = kept_sets(shape, orders, outer.device)
     fits = [
-        refit(moments, bias, outer, kept, shape.rank, root, ridge, target)
-        for kept in kept_sets(shape, orders, outer.device)
+        refit(moments, scaled, bias, outer, kept, shape.rank, root, ridge, target, with_error=len(sets) > 1)
+        for kept in sets
     ]
-    return min(fits, key=lambda fitted: fitted.error)
+    return min(fits, key=lambda fitted: fitted.error) if len(fits) > 1 else fits[0]
 
 
 def kept_sets(shape: Shape, orders: Tensor | tuple[Tensor, Tensor], device: torch.device) -> list[Tensor]:
@@ -207,10 +217,10 @@ def kept_sets(shape: Shape, orders: Tensor | tuple[Tensor, Tensor], device: torc
     return [orders[k][len(orders[k]) - shape.neurons :].sort().values.to(device) for k in suited]
 
 
-def fit_errors(fitted: Fitted, neurons: Neurons, gradients: Gradients) -> Tensor:
-    """The errors of a fit on the gradients' rows: its output less the block's."""
-    x = gradients.x.to(neurons.outer)
-    output = neurons.activate(x)[:, fitted.kept.to(x.device)] @ fitted.outer.to(x) + fitted.bias.to(x)
+def fit_errors(fitted: Fitted, activations: Tensor, gradients: Gradients) -> Tensor:
+    """The errors of a fit on the gradients' rows: its output less the block's, from its neurons' activations there."""
+    x = gradients.x.to(activations)
+    output = activations[:, fitted.kept.to(x.device)] @ fitted.outer.to(x) + fitted.bias.to(x)
     if fitted.outputs is not None:
         output = output + (x if fitted.inputs is None else x @ fitted.inputs.to(x)) @ fitted.outputs.to(x).T
     return output - gradients.y.to(x)

@@ -13,12 +13,12 @@ from compressor.measure.profile import moments_device
 from compressor.modeling_compressor import SCHEMA_VERSION, Replacement, restore, swap
 from compressor.models.blocks import Block
 from compressor.models.neurons import Neurons
-from compressor.models.residual import Stream, calibration_streams, measure_stream_gain
+from compressor.models.residual import measure_stream_gain
 from compressor.models.source import stored_dtype
 from compressor.patch.tree import as_stored
 from compressor.plan.candidates import BlockCandidates, fit_shape, kept_sets, output_weights
 from compressor.plan.moments_store import MomentsStore, collect_moments, output_bias
-from compressor.plan.selection import Fitted, choose_shrinkage, factor_metric
+from compressor.plan.selection import Fitted, choose_shrinkage, factor_metric, scale_moments
 from compressor.plan.shapes import Shape, Shapes
 from compressor.runtime.errors import NumericsError
 
@@ -37,7 +37,6 @@ class Fitter:
         self.blocks, self.progress = store.blocks, store.progress
         self.dtype = stored_dtype(self.model)
         self.device = moments_device(self.model)
-        self.start: list[Stream] | None = None  # streams of the original model, reused for later layers
         # Those of the last plan: the next one shares most of them.
         self.last_fits: dict[tuple[int, Shape], Replacement] = {}
         self.not_added: set[int] = set()  # blocks whose layers do more with their output than to add it to the stream
@@ -72,29 +71,42 @@ class Fitter:
         if not rest:
             self.say_not_added(not_added)
             return fits
-        current_streams = self.streams_at(min(shapes))
+        states = self.store.states
+        current_streams = states.open()
+        for part, current in enumerate(current_streams):
+            states.move(part, current, min(shapes))
         original_streams = [stream.copy() for stream in current_streams]
-        for original in original_streams:
-            original.advance(rest[0].index)
+        for part, original in enumerate(original_streams):
+            states.move(part, original, rest[0].index)
         original_modules = swap(self.model, {self.blocks[index].path: module for index, module in fits.items()})
         try:
             for block in self.progress.track("compensate", rest, len(rest), f"{len(rest)} blocks"):
                 candidates, outer, bias, root = self.prepare_block(block.index)
+                shape = shapes[block.index]
                 moments = []
                 gain = None
-                for current, original in zip(current_streams, original_streams, strict=True):
+                for part, (current, original) in enumerate(zip(current_streams, original_streams, strict=True)):
                     current.advance(block.index)
-                    original.advance(block.index + 1)  # through this layer while it is still the original one
+                    states.move(part, original, block.index + 1)  # through this layer while it is the original one
                     gain = measure_stream_gain(self.model, block, current) if current is current_streams[0] else gain
                     goal = original.states if gain else None
                     moments.append(
-                        collect_moments(self.model, block, candidates.neurons, current, self.device, goal, gain or 1.0)
+                        collect_moments(
+                            self.model,
+                            block,
+                            candidates.neurons,
+                            current,
+                            self.device,
+                            goal,
+                            gain or 1.0,
+                            inputs=shape.rank != 0,
+                        )
                     )
-                shape = shapes[block.index]
-                if not all(part.isfinite().all() for found in moments for part in (found.xx, found.xy)):
+                if not all(values.isfinite().all() for found in moments for values in (found.xx, found.xy)):
                     raise NumericsError(f"the activations overflow at block {block.index}; try --dtype float32")
                 kept = kept_sets(shape, candidates.orders, self.device)[0]
-                shrinkage = choose_shrinkage(moments[0], moments[1], outer, kept, shape.rank, root)
+                scaled = scale_moments(moments[0], outer)
+                shrinkage = choose_shrinkage(scaled, moments[1], outer, kept, shape.rank, root)
                 moments[0].add(moments[1])  # the strength is chosen: the weights are fitted on all rows
                 fitted = fit_shape(
                     moments[0], bias, outer, shape, candidates.orders, root, candidates.ridges, shrinkage
@@ -145,15 +157,6 @@ class Fitter:
             module.load_state_dict(weights)
             fits[index] = as_stored(module, self.model, self.blocks[index], self.dtype)
         return fits, not_added
-
-    def streams_at(self, index: int) -> list[Stream]:
-        """Streams of the fitting and the held-out windows at this layer of the original model."""
-        if self.start is None or self.start[0].position > index:
-            text, batch_size = self.store.text, self.store.context.batch_size
-            self.start = calibration_streams(self.model, self.blocks, text, batch_size)
-        for stream in self.start:
-            stream.advance(index)
-        return [stream.copy() for stream in self.start]
 
     def prepare_block(self, index: int) -> tuple[BlockCandidates, Tensor, Tensor, tuple[Tensor, Tensor]]:
         """A block's candidates, output weights, bias, and the root of its metric."""

@@ -12,14 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.measure.calibration_pass import visit_rows
 from compressor.measure.gradients import GRADIENT_TOKENS, Gradients, visit_gradients
 from compressor.measure.moments import ACCUMULATION_DTYPE, Moments
 from compressor.measure.profile import merge_processes, moments_device, row_weights
 from compressor.models.blocks import Block, Rows, capture_rows, find_blocks
+from compressor.models.layer_states import LayerStates
 from compressor.models.neurons import Neurons, find_neurons
-from compressor.models.residual import Stream, calibration_streams, delete_saved_streams
+from compressor.models.residual import CALIBRATION_PARTS, Stream
 from compressor.models.source import identify
-from compressor.plan.candidates import BlockCandidates, pack_moments, survey_block, unpack_candidates, unpack_moments
+from compressor.plan.candidates import (
+    BlockCandidates,
+    pack_moments,
+    survey_block,
+    unpack_candidates,
+    unpack_moments,
+)
 from compressor.runtime import distributed
 from compressor.runtime.cache import Cache, Tensors, cache_key
 from compressor.runtime.context import RunContext
@@ -43,6 +51,7 @@ class MomentsStore:
         self.cache, self.context, self.progress = cache, context, context.progress
         self.blocks = find_blocks(model)
         self.identity, self.text_sha256 = identify(model), text.calibration_sha256
+        self.states = LayerStates(model, self.blocks, text, context.batch_size)
 
     def key(self, kind: str, block: Block, **more: Any) -> dict[str, Any]:
         """All that a measurement of this block on the calibration windows depends on."""
@@ -58,30 +67,33 @@ class MomentsStore:
             **more,
         )
 
+    def collector(self) -> SurveyCollector:
+        """What surveys the blocks that were not surveyed before, in a pass over the calibration text."""
+        return SurveyCollector(self)
+
     def candidates(self) -> dict[int, BlockCandidates]:
-        """The candidates of every block, from the cache where a block was surveyed before."""
-        candidates: dict[int, BlockCandidates] = {}
-        missing = []
+        """The candidates of every block; those that were not surveyed before are surveyed now."""
+        candidates = self.find_candidates()
+        if len(candidates) < len(self.blocks):
+            self.visit(self.collector())
+            candidates = self.find_candidates()
+        else:
+            self.progress.say("survey: measured before")
+        self.drop_gradients()
+        return {block.index: candidates[block.index] for block in self.blocks}
+
+    def visit(self, collector: SurveyCollector) -> None:
+        """Make a pass over the calibration text for one survey."""
+        visit_rows(self.model, self.blocks, self.text, self.context, [collector], "survey", self.states)
+
+    def find_candidates(self) -> dict[int, BlockCandidates]:
+        """The candidates of the blocks that were surveyed before."""
+        candidates = {}
         for block in self.blocks:
             survey = self.cache.find(self.key("survey", block)) if self.cache.has(self.key("moments", block)) else None
-            if survey is None:
-                missing.append(block)
-            else:
+            if survey is not None:
                 candidates[block.index] = unpack_candidates(block, self.neurons[block.index], survey)
-        if not missing:
-            self.progress.say("survey: measured before")
-        self.ensure_gradients(missing)
-        with self.progress.bar("survey", len(self.blocks)) as advance:
-            advance(len(candidates))
-            streams = self.streams(missing[0]) if missing else []
-            for group in distributed.rounds(missing):
-                for block, survey in zip(group, self.survey_group(group, streams), strict=True):
-                    candidates[block.index] = unpack_candidates(block, self.neurons[block.index], survey)
-                    advance(1)
-                for stream in streams:
-                    stream.save_periodically()
-        self.drop_temporary()
-        return {block.index: candidates[block.index] for block in self.blocks}
+        return candidates
 
     def ensure_gradients(self, blocks: list[Block]) -> None:
         """Make sure that the loss gradients of these blocks are on disk; one backward pass gives those of all."""
@@ -96,50 +108,11 @@ class MomentsStore:
 
         visit_gradients(self.model, self.blocks, self.text.held_out, store, self.progress)
 
-    def streams(self, first: Block) -> list[Stream]:
-        """The fitting and the held-out windows, at this block's layer or before it."""
-        key = self.key("stream", self.blocks[0])
-        return calibration_streams(
-            self.model, self.blocks, self.text, self.context.batch_size, self.cache, key, first.index
-        )
-
-    def drop_temporary(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop from the cache what only an unfinished survey needs."""
-        delete_saved_streams(self.cache, self.key("stream", self.blocks[0]))
         if distributed.rank() == 0:
             for block in self.blocks:
                 self.cache.drop(self.key("gradients", block))
-
-    def survey_group(self, group: Sequence[Block], streams: list[Stream]) -> list[Tensors]:
-        """Survey these blocks, one per process. All processes run a share of every block's rows."""
-        device = moments_device(self.model)
-        own_moments: list[Moments] = []
-        own_gradients: Tensors = {}
-        for owner, block in enumerate(group):
-            block_moments = []
-            for stream in streams:
-                stream.advance(block.index)
-                block_moments.append(
-                    collect_moments(self.model, block, self.neurons[block.index], stream, device, owner=owner)
-                )
-            gradients = self.load_gradients(block)
-            if owner == distributed.rank():
-                own_moments, own_gradients = block_moments, gradients
-        survey, moments = None, None
-        if own_moments:
-            block, (fit, held) = group[distributed.rank()], own_moments
-            neurons = self.neurons[block.index]
-            rows = Gradients(**{name: tensor.to(device) for name, tensor in own_gradients.items()})
-            survey = survey_block(block, neurons, output_bias(block, neurons, device), fit, held, rows)
-            fit.add(held)  # the ridges are chosen: replacements are fitted on all rows
-            moments = pack_moments(fit)
-        surveys = []
-        for owner, block in enumerate(group):
-            # The moments are stored first: where a survey is on disk, they are there too.
-            self.cache.keep(self.key("moments", block), distributed.broadcast(moments, owner), needed=True)
-            surveys.append(distributed.broadcast(survey, owner))
-            self.cache.keep(self.key("survey", block), surveys[-1])
-        return surveys
 
     def load_gradients(self, block: Block) -> Tensors:
         """The rows of a block's gradients, computed again where another run that shares the cache has dropped them."""
@@ -155,11 +128,71 @@ class MomentsStore:
         block = self.blocks[index]
         tensors = self.cache.find(self.key("moments", block))
         if tensors is None:  # the cache has lost them since
-            self.survey_group([block], self.streams(block))
+            self.visit(SurveyCollector(self, [block]))
             tensors = self.cache.find(self.key("moments", block))
             if tensors is None:
                 raise InputError(f"the cache {self.cache.directory} cannot keep what is measured; see the warnings")
         return unpack_moments(tensors)
+
+
+class SurveyCollector:
+    """Surveys blocks from their rows: sums the moments of [x, a], finds candidates, and stores both.
+
+    With `only`, these blocks are surveyed again, whatever the cache has.
+    """
+
+    def __init__(self, store: MomentsStore, only: list[Block] | None = None) -> None:
+        self.store, self.only = store, only
+        self.device = moments_device(store.model)
+        self.moments: dict[tuple[int, str], Moments] = {}
+
+    def find_missing(self) -> list[Block]:
+        """The blocks to survey; their gradients are on disk from here on."""
+        store = self.store
+        known = {} if self.only else store.find_candidates()
+        missing = self.only or [block for block in store.blocks if block.index not in known]
+        store.ensure_gradients(missing)
+        return missing
+
+    def inner_path(self, block: Block) -> str | None:
+        neurons = self.store.neurons[block.index]
+        return neurons.outer_path if neurons else None
+
+    def begin(self, group: Sequence[Block]) -> None:
+        self.moments = {
+            (block.index, part): empty_moments(block, self.store.neurons[block.index], self.device)
+            for block in group
+            for part in CALIBRATION_PARTS
+        }
+
+    def add(self, block: Block, part: str, rows: Rows) -> None:
+        x, a = rows.x.to(self.device), rows.a.to(self.device)
+        self.moments[block.index, part].add_neurons(x, a, x[:, :0], row_weights(rows.h).to(self.device))
+
+    def end_block(self, block: Block, owner: int, part: str) -> None:
+        merge_processes(self.moments[block.index, part], owner)
+        if owner != distributed.rank():
+            del self.moments[block.index, part]
+
+    def end_part(self, group: Sequence[Block], part: str) -> None:
+        """After the held-out windows: every owner surveys its block, and all are stored."""
+        if part != CALIBRATION_PARTS[1]:
+            return
+        store, survey, packed = self.store, None, None
+        gradients = [store.load_gradients(block) for block in group]
+        if distributed.rank() < len(group):
+            block = group[distributed.rank()]
+            fit, held = (self.moments[block.index, part] for part in CALIBRATION_PARTS)
+            neurons = store.neurons[block.index]
+            rows = Gradients(**{name: rows.to(self.device) for name, rows in gradients[distributed.rank()].items()})
+            survey = survey_block(block, neurons, output_bias(block, neurons, self.device), fit, held, rows)
+            fit.add(held)  # the ridges are chosen: replacements are fitted on all rows
+            packed = pack_moments(fit)
+        for owner, block in enumerate(group):
+            # The moments are stored first: where a survey is on disk, they are there too.
+            store.cache.keep(store.key("moments", block), distributed.broadcast(packed, owner), needed=True)
+            store.cache.keep(store.key("survey", block), distributed.broadcast(survey, owner), needed=True)
+        self.moments = {}
 
 
 def open_store(model: Any, text: Text, context: RunContext) -> MomentsStore:
@@ -227,6 +260,14 @@ def output_bias(block: Block, neurons: Neurons | None, device: torch.device) -> 
     return zeros if bias is None else bias.to(zeros)
 
 
+def empty_moments(
+    block: Block, neurons: Neurons | None, device: torch.device, *, inputs: bool = True, outputs: int = 0
+) -> Moments:
+    """The moments of [x, a] of no rows yet. Where a block's neurons are not known, a is its output."""
+    count = neurons.count if neurons else block.width
+    return Moments.zeros((block.width if inputs else 0) + count, outputs, device, whole_yy=False)
+
+
 def collect_moments(
     model: Any,
     block: Block,
@@ -235,27 +276,25 @@ def collect_moments(
     device: torch.device,
     goal: Sequence[Tensor] | None = None,
     gain: float = 1.0,
-    owner: int | None = None,
+    *,
+    inputs: bool = True,
 ) -> Moments:
     """The stream-weighted moments of [x, a] at the layer where the stream stands, of all processes' rows.
 
-    With an owner, only that process gets them, and the stream moves past the layer. `goal` are the states that the
-    residual stream should have after the layer, which adds `gain` times the block's output to it: with them, xy are the
-    moments of [x, a] with what the block's output lacks.
+    `goal` are the states that the residual stream should have after the layer, which adds `gain` times the block's
+    output to it: with them, xy are the moments of [x, a] with what the block's output lacks. Without `inputs` there is
+    no x: a replacement that only keeps neurons has no use for it.
     """
-    count = neurons.count if neurons else block.width
-    moments = Moments.zeros(block.width + count, block.width if goal else 0, device, whole_yy=False)
+    width = block.width if inputs else 0
+    moments = empty_moments(block, neurons, device, inputs=inputs, outputs=block.width if goal else 0)
     goals = iter(goal or [])
 
     def add(_: Block, rows: Rows) -> None:
-        x, a = rows.x.to(device, ACCUMULATION_DTYPE), rows.a.to(device, ACCUMULATION_DTYPE)
-        missing = (next(goals).to(device).reshape(rows.h.shape) - rows.h.to(device)) / gain if goal else x[:, :0]
-        moments.add(Moments.of(torch.cat([x, a], dim=1), missing, row_weights(rows.h).to(device), whole_yy=False))
+        x, a = rows.x.to(device), rows.a.to(device)
+        lack = (next(goals).to(device).reshape(rows.h.shape) - rows.h.to(device)) / gain if goal else x[:, :0]
+        moments.add_neurons(x[:, :width], a, lack, row_weights(rows.h).to(device))
 
     with capture_rows(model, [block], add, {block.index: neurons.outer_path} if neurons else None):
-        if owner is None:
-            stream.run_layer()
-        else:
-            stream.step()
-    merge_processes(moments, owner)
+        stream.run_layer()
+    merge_processes(moments)
     return moments

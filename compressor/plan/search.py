@@ -34,7 +34,7 @@ from compressor.plan.frontier import (
     predicted_rise,
 )
 from compressor.plan.mild import find_mild_candidates, standard_error
-from compressor.plan.moments_store import open_store
+from compressor.plan.moments_store import MomentsStore, open_store
 from compressor.plan.shapes import Shape, Shapes, list_shapes
 from compressor.plan.trials import Trial, TrialRunner
 from compressor.runtime.context import RunContext
@@ -73,9 +73,12 @@ class SearchSpace:
     runner: TrialRunner
 
 
-def prepare_search(model: Any, text: Text, context: RunContext) -> SearchSpace:
-    """Survey the candidates of every block, then check their predictions by trials of single blocks."""
-    store = open_store(model, text, context)
+def prepare_search(model: Any, text: Text, context: RunContext, *, store: MomentsStore | None = None) -> SearchSpace:
+    """Survey the candidates of every block, then check their predictions by trials of single blocks.
+
+    A `store` that is given has surveyed the blocks already, in the pass that measured them.
+    """
+    store = store or open_store(model, text, context)
     candidates = store.candidates()
     fitter = Fitter(store, candidates)
     calibrations, overflowing = calibrate(store, candidates, fitter)

@@ -7,6 +7,7 @@ Errors e are measured in the metric F = E[g·gᵀ] of the loss gradients, as ‖
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,10 +16,14 @@ from torch import Tensor
 
 from compressor.measure.moments import Moments
 from compressor.measure.regression import decompose
+from compressor.runtime.errors import NumericsError
 
 SELECTION_RIDGE = 1e-9
 FREE_SHARE = 1e-7  # of the output's energy: as much as rounding loses, so removals that lose less are free
-STEP = 32  # removals per update of the whole inverse; within a step each removal takes the earlier ones into account
+MANY_COUNTS = 4  # with more counts of neurons than this, the ranks beside them are measured at every second one
+SKETCHED_OUTPUTS = 64  # combinations of outputs that ridges are compared on
+STEP = 64  # removals per update of the whole inverse; within a step each removal takes the earlier ones into account
+LARGER_RIDGES = 10  # tenfold steps that a ridge may be raised by where rounding needs it
 RIDGES = (1e-6, 1e-3, 1e-2, 1e-1, 1.0)  # shrink to the original weights, times the variance of the feature
 TARGETS = (0.0, 0.5, 1.0)  # 0: the original block's output on the present inputs; 1: the original residual stream
 
@@ -62,10 +67,13 @@ def factor_metric(metric: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Subset:
-    """A set of kept neurons, and the error of the output with it, for every rank of a linear part beside them."""
+    """A set of kept neurons, and the error of the output with it, for every rank of a linear part beside them.
+
+    Only that of rank 0 is known where the ranks were not measured.
+    """
 
     kept: Tensor
-    errors: Tensor  # [inputs + 1]
+    errors: Tensor  # [inputs + 1], or [1]
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ def eliminate(scaled: ScaledMoments, root: Tensor, counts: list[int], *, with_in
 
     The cost is the rise of ‖e·root‖² after the weights of the rest (and of x, `with_inputs`) are fitted again. It is
     ‖w_j·root‖²/H_jj for neuron j, where H is the inverse of the Gram matrix of the features that are left. A subset is
-    recorded at every count, and before the first removal that is not free.
+    recorded at every count, and before the first removal that is not free; ranks are measured at every second count.
     """
     inputs, neurons = scaled.inputs, len(scaled.outer)
     first = 0 if with_inputs else inputs
@@ -96,6 +104,7 @@ def eliminate(scaled: ScaledMoments, root: Tensor, counts: list[int], *, with_in
     subsets: list[Subset] = []
     error, free = 0.0, True
     recorded = sorted({c for c in counts if 0 <= c < neurons} | {0}, reverse=True)
+    with_ranks = recorded[:: 2 if len(recorded) > MANY_COUNTS else 1]
     while len(alive):
         most = min(STEP, len(alive) - next(c for c in recorded if c < len(alive)))
         chosen, costs = next_removals(inverse[offset:, offset:], weights[offset:], most)
@@ -116,15 +125,31 @@ def eliminate(scaled: ScaledMoments, root: Tensor, counts: list[int], *, with_in
         stays = torch.ones(len(inverse), dtype=torch.bool, device=inverse.device)
         stays[removed] = False
         inverse, weights, alive = inverse[stays][:, stays], weights[stays], alive[stays[offset:]]
-        if len(alive) in recorded:
+        if len(alive) in with_ranks:
             subsets.append(measure_subset(scaled, root, inverse, weights, alive, error, offset))
+        elif len(alive) in recorded and not with_inputs:
+            subsets.append(Subset(alive.sort().values, torch.tensor([error], dtype=start.dtype)))
     return Elimination(torch.cat(order), subsets, total)
 
 
 def invert(gram: Tensor, ridge: float) -> Tensor:
-    ridged = gram.clone()
-    ridged.diagonal().add_(ridge)
-    return torch.cholesky_inverse(torch.linalg.cholesky(ridged))
+    return torch.cholesky_inverse(factor_ridged(gram, ridge))
+
+
+def factor_ridged(gram: Tensor, ridge: float) -> Tensor:
+    """The Cholesky factor of a correlation matrix with this ridge, or the smallest larger one that rounding needs.
+
+    Products in float32 leave collinear features with eigenvalues that may be a little below zero.
+    """
+    for _ in range(LARGER_RIDGES):
+        ridged = gram.clone()
+        ridged.diagonal().add_(ridge)
+        factor: Tensor
+        factor, failed = torch.linalg.cholesky_ex(ridged)
+        if not failed:
+            return factor
+        ridge *= 10
+    raise NumericsError("the activations of a block's neurons cannot be told apart; try --dtype float32")
 
 
 def next_removals(inverse: Tensor, weights: Tensor, most: int) -> tuple[Tensor, list[float]]:
@@ -182,11 +207,12 @@ class Fitted:
     outputs: Tensor | None  # [width, rank], or the dense [outputs, inputs]
     outer: Tensor  # [kept, outputs]
     bias: Tensor
-    error: float  # ‖e·root‖² per row, on the rows of the fit
+    error: float = math.nan  # ‖e·root‖² per row, on the rows of the fit, where it was asked for
 
 
 def refit(
     moments: Moments,
+    scaled: ScaledMoments,
     bias: Tensor,
     outer: Tensor,
     kept: Tensor,
@@ -194,12 +220,13 @@ def refit(
     root: tuple[Tensor, Tensor],
     ridge: float,
     target: float = 0.0,
+    *,
+    with_error: bool = False,
 ) -> Fitted:
     """The least-squares weights of the kept neurons and of `rank` directions of x, shrunk to the original weights.
 
     They reproduce the output of the original block and, times `target`, what the residual stream lacks (moments.xy).
     """
-    scaled = scale_moments(moments, outer)
     change, linear = solve_weights(scaled, kept, rank, root, ridge, target)
     inputs = scaled.inputs
     divisor = scaled.deviations.clamp_min(1e-300)
@@ -214,7 +241,7 @@ def refit(
         left, right = linear[0] / divisor[:inputs, None], linear[1]
         new_bias = new_bias - (mean_x @ left) @ right.T
         right, left = (right @ left.T, None) if rank is None else (right, left)
-    error = weighted_error(scaled, kept, change, linear, root[0], target)
+    error = weighted_error(scaled, kept, change, linear, root[0], target) if with_error else math.nan
     return Fitted(kept, left, right, new_outer, new_bias, error)
 
 
@@ -227,22 +254,25 @@ def solve_weights(
     a reduced-rank regression in the metric.
     """
     inputs = scaled.inputs
-    lost = scaled.outer.clone()
-    lost[kept] = 0
-    goal = scaled.gram[:, inputs:] @ lost  # moments of z with what is to be reproduced
-    if target and scaled.cross is not None:
-        goal = goal + target * scaled.cross
     columns = inputs + kept
-    gram = scaled.gram[columns][:, columns]
-    gram.diagonal().add_(ridge)
-    factor = torch.linalg.cholesky(gram)
+    removed = torch.ones(len(scaled.outer), dtype=torch.bool, device=kept.device)
+    removed[kept] = False
+    lost = scaled.outer[removed]
+
+    def goal_of(features: Tensor) -> Tensor:
+        """The moments of these features with what is to be reproduced."""
+        goal = scaled.gram[features][:, inputs:][:, removed] @ lost
+        return goal + target * scaled.cross[features] if target and scaled.cross is not None else goal
+
+    goal = goal_of(columns)
+    factor = factor_ridged(scaled.gram[columns][:, columns], ridge)
     if rank == 0:
-        return torch.cholesky_solve(goal[columns], factor), None
+        return torch.cholesky_solve(goal, factor), None
     across = scaled.gram[columns, :inputs]
-    solution = torch.cholesky_solve(torch.cat([goal[columns], across], dim=1), factor)
+    solution = torch.cholesky_solve(torch.cat([goal, across], dim=1), factor)
     change, projection = solution[:, : goal.shape[1]], solution[:, goal.shape[1] :]
     schur = scaled.gram[:inputs, :inputs] - across.T @ projection
-    missing = goal[:inputs] - projection.T @ goal[columns]
+    missing = goal_of(torch.arange(inputs, device=kept.device)) - projection.T @ goal
     spectrum = decompose((schur + schur.T) / 2)
     vectors, values = spectrum.vectors[:, : spectrum.rank], spectrum.values[: spectrum.rank]
     full = vectors @ ((vectors.T @ missing) / (values + ridge)[:, None])
@@ -276,35 +306,42 @@ def weighted_error(
 
 
 def choose_shrinkage(
-    fit: Moments, held: Moments, outer: Tensor, kept: Tensor, rank: int | None, root: tuple[Tensor, Tensor]
+    scaled: ScaledMoments, held: Moments, outer: Tensor, kept: Tensor, rank: int | None, root: tuple[Tensor, Tensor]
 ) -> tuple[float, float]:
     """The ridge and the target of a refit that err least on the held-out rows.
 
     The target is 0 where the moments have no `xy`, that is, say nothing about the residual stream. A linear part is
-    taken with its full rank: then the weights are linear in the target, and one solve serves all targets.
+    taken with its full rank: then the weights are linear in the target, and one solve serves all targets. Errors are
+    compared in random combinations of the outputs, the same for all: a sketch costs a fraction of all outputs.
     """
-    scaled = scale_moments(fit, outer)
     other = scale_moments(held, outer, like=scaled)
-    inputs, outputs = scaled.inputs, scaled.outer.shape[1]
+    inputs, outputs = scaled.inputs, min(SKETCHED_OUTPUTS, scaled.outer.shape[1])
+    sketch = root[0] @ random_signs(scaled.outer.shape[1], outputs).to(scaled.gram)
     columns = inputs + kept if rank == 0 else torch.cat([torch.arange(inputs, device=kept.device), inputs + kept])
-    lost = scaled.outer.clone()
+    lost = scaled.outer @ sketch
     lost[kept] = 0
-    goals = [scaled.gram[:, inputs:] @ lost] + ([] if scaled.cross is None else [scaled.cross])
-    base = torch.cat([lost.new_zeros(inputs, outputs), -lost]) @ root[0]
+    goals = [scaled.gram[:, inputs:] @ lost] + ([] if scaled.cross is None else [scaled.cross @ sketch])
+    base = torch.cat([lost.new_zeros(inputs, outputs), -lost])
+    gram = scaled.gram[columns][:, columns]
     best, least = (RIDGES[0], 0.0), torch.inf
     for ridge in RIDGES:
-        gram = scaled.gram[columns][:, columns]
-        gram.diagonal().add_(ridge)
-        solution = torch.cholesky_solve(torch.cat(goals, dim=1)[columns], torch.linalg.cholesky(gram))
+        solution = torch.cholesky_solve(torch.cat(goals, dim=1)[columns], factor_ridged(gram, ridge))
         parts = [base.clone(), torch.zeros_like(base)][: len(goals)]
         for k, part in enumerate(parts):
-            part[columns] += solution[:, k * outputs : (k + 1) * outputs] @ root[0]
+            part[columns] += solution[:, k * outputs : (k + 1) * outputs]
         products = [other.gram @ part for part in parts]
         for target in (0.0,) if scaled.cross is None else TARGETS:
             whole, product = parts[0] + target * parts[-1], products[0] + target * products[-1]
             error = (whole * product).sum().item()
             if other.cross is not None:
-                error -= 2 * (whole * (other.cross @ root[0])).sum().item()
+                error -= 2 * (whole * (other.cross @ sketch)).sum().item()
             if error < least:
                 best, least = (ridge, target), error
     return best
+
+
+def random_signs(rows: int, columns: int) -> Tensor:
+    """A matrix of random signs, always the same; the identity where there are as many columns as rows."""
+    if rows == columns:
+        return torch.eye(rows)
+    return torch.randint(2, (rows, columns), generator=torch.Generator().manual_seed(0)) * 2.0 - 1

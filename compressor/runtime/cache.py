@@ -21,7 +21,7 @@ from compressor.runtime.outputs import sync
 from compressor.runtime.progress import Progress
 
 Tensors = dict[str, Tensor]
-KEY_VERSION = 5  # of what is kept under a key
+KEY_VERSION = 6  # of what is kept under a key
 PARTIAL = ".partial-"  # an entry that is being written
 
 

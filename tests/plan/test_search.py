@@ -299,9 +299,9 @@ def test_fits_go_on_where_they_stopped(
     keys = [fitter.key(shapes, index) for index in shapes]
     fitted: list[int] = []
 
-    def count(model: Any, block: Block, *rest: Any) -> Moments:
+    def count(model: Any, block: Block, *rest: Any, **options: Any) -> Moments:
         fitted.append(block.index)
-        return collect_moments(model, block, *rest)
+        return collect_moments(model, block, *rest, **options)
 
     monkeypatch.setattr("compressor.plan.fit.collect_moments", count)
     for done in (3, 2, 1, 0):
@@ -384,7 +384,7 @@ def test_replacements_are_fitted_on_all_rows_once_their_strength_is_chosen(
         return
     block = find_blocks(model)[0]
     fitting = calibration_streams(model, store.blocks, text, 8)[0]
-    some = collect_moments(model, block, store.neurons[0], fitting, fitter.device, owner=0)
+    some = collect_moments(model, block, store.neurons[0], fitting, fitter.device)
     assert some.rows == text.fitting.numel()
     chosen, outer, bias, root = fitter.prepare_block(0)
     fitted = fit_shape(some, bias, outer, shape, chosen.orders, root, chosen.ridges)

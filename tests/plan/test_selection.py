@@ -63,7 +63,7 @@ def test_a_rank_5_map_with_7_live_neurons_is_found_as_exactly_that() -> None:
     live = {n - 7 if 17 <= n < 20 else n for n in free.kept.tolist()}  # one of each pair of duplicates
     assert live == set(range(10, 17))
     assert free.errors[5] < 1e-8 * run.total < 1e-3 * run.total < free.errors[4]
-    made = refit(planted.moments, torch.zeros(WIDTH), planted.outer, free.kept, 5, (EYE, EYE), 1e-9)
+    made = refit(planted.moments, planted.scaled, torch.zeros(WIDTH), planted.outer, free.kept, 5, (EYE, EYE), 1e-9)
     assert made.inputs is not None
     assert made.outputs is not None
     output = made.bias + planted.x @ made.inputs @ made.outputs.T + planted.a[:, made.kept] @ made.outer
@@ -123,7 +123,9 @@ def test_a_refit_is_weighted_least_squares_on_the_rows(mean: float) -> None:
     outer, weights = random(12, 5, seed=3), random(600, seed=4).exp()
     kept, bias = torch.tensor([0, 3, 4, 9]), random(5, seed=5)
     y = a @ outer + bias
-    made = refit(moments_of(x, a, None, weights), bias, outer, kept, None, (torch.eye(5).double(),) * 2, 0.0)
+    moments = moments_of(x, a, None, weights)
+    eye = torch.eye(5).double()
+    made = refit(moments, scale_moments(moments, outer), bias, outer, kept, None, (eye, eye), 0.0)
     assert made.outputs is not None
     output = made.bias + x @ made.outputs.T + a[:, kept] @ made.outer
     features = torch.cat([torch.ones(600, 1), a[:, kept] - mean, x - mean], 1)
@@ -161,7 +163,8 @@ def test_what_the_stream_lacks_is_made_up_for() -> None:
     missing = 0.3 * torch.sin(a @ random(10, 5, seed=4)) + 0.2
     kept = torch.arange(6)
     eye = torch.eye(5, dtype=torch.float64)
-    made = refit(moments_of(x, a, missing), torch.zeros(5), outer, kept, 0, (eye, eye), 0.0, target=1.0)
+    moments = moments_of(x, a, missing)
+    made = refit(moments, scale_moments(moments, outer), torch.zeros(5), outer, kept, 0, (eye, eye), 0.0, target=1.0)
     features = torch.cat([torch.ones(900, 1), a[:, kept]], 1)
     wanted = a @ outer + missing
     expected = features @ torch.linalg.lstsq(features, wanted).solution
@@ -180,16 +183,18 @@ def test_strength_and_target_are_those_that_held_out_rows_want() -> None:
 
     outer, kept = random(30, 5, seed=3), torch.arange(30)
     eye = torch.eye(5, dtype=torch.float64)
-    ridge, target = choose_shrinkage(half(1, False), half(9, False), outer, kept, 0, (eye, eye))
+    ridge, target = choose_shrinkage(scale_moments(half(1, False), outer), half(9, False), outer, kept, 0, (eye, eye))
     assert target == 1.0
     assert ridge <= 1e-3
-    ridge, target = choose_shrinkage(half(1, True), half(9, True), outer, kept, 0, (eye, eye))
+    ridge, target = choose_shrinkage(scale_moments(half(1, True), outer), half(9, True), outer, kept, 0, (eye, eye))
     assert target < 1.0 or ridge == 1.0
 
 
 def test_every_neuron_kept_changes_nothing() -> None:
     planted = Planted()
-    made = refit(planted.moments, torch.zeros(WIDTH), planted.outer, torch.arange(NEURONS), 0, (EYE, EYE), 1e-3)
+    kept = torch.arange(NEURONS)
+    moments, scaled, bias = planted.moments, planted.scaled, torch.zeros(WIDTH)
+    made = refit(moments, scaled, bias, planted.outer, kept, 0, (EYE, EYE), 1e-3, with_error=True)
     assert made.error == pytest.approx(0, abs=1e-12)
     live = planted.inner.square().sum(1) > 0
     torch.testing.assert_close(made.outer[live], planted.outer[live])
