@@ -32,8 +32,6 @@ from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 from compressor.text import Split
 
-Key = Mapping[str, Any]
-
 
 @dataclass(frozen=True)
 class Fidelity:
@@ -77,6 +75,7 @@ class Reference:
     """
 
     model: Any
+    identity: Mapping[str, Any]  # what the source's outputs depend on
     layers: list[nn.Module]
     tuple_length: int  # how many values a layer returns in a tuple; 0: a bare tensor
     states: Sequence[Tensor]
@@ -92,11 +91,19 @@ class Reference:
 
 
 def measure_source(
-    model: Any, windows: Tensor, losses_key: Key, context: RunContext, *, step: str, named: str = ""
+    model: Any,
+    windows: Tensor,
+    losses_key: Mapping[str, Any],
+    context: RunContext,
+    *,
+    identity: Mapping[str, Any],
+    step: str,
+    named: str = "",
 ) -> tuple[Losses, Reference]:
     """The losses of the source, and what compressed models are compared with, in one pass; both are cached.
 
-    The states are cached by each process for its own batches. If they are missing, the pass is made again.
+    The losses are cached under their key, the states beside them, by each process for its own batches. If either is
+    missing, the pass is made again. `named` is said where both were there.
     """
     cache, states_key = context.cache, process_key({**losses_key, "kind": f"states of {losses_key['kind']}"})
     losses, states = cache.find(losses_key), cache.read_own(states_key)
@@ -120,7 +127,7 @@ def measure_source(
         if losses is None:
             losses = {"nats": passed.nats}
             cache.keep(losses_key, losses)
-    return Losses(losses["nats"]), Reference(model, layers, tuple_length, spool)
+    return Losses(losses["nats"]), Reference(model, identity, layers, tuple_length, spool)
 
 
 @contextmanager

@@ -39,9 +39,9 @@ def run(recipe: Recipe, context: RunContext) -> Record:
 
         profile = measure(job.model, job.text, job.context)
         source = evaluator.measure(job.model, "source", identify(job.model))
-        limits = compute_limits(evaluator.budgets, evaluator.perplexities(source.losses))
-        space = prepare_search(job.model, job.text, job.context)
-        study = study_blocks(job, profile, space.damages, limits.nats)
+        limits = compute_limits(evaluator.budgets, evaluator.perplexities(source.losses), recipe.max_kl)
+        space = prepare_search(job.model, job.text, job.context, fidelity=recipe.max_kl is not None)
+        study = study_blocks(job, profile, space.damages, limits.least)
         planner = Planner(space, limits, study.verdicts, objective=job.recipe.objective)
         verified = search_and_verify(planner, evaluator, source)
 
