@@ -181,19 +181,15 @@ def compare_logits(source: Tensor, compressed: Tensor) -> tuple[Tensor, Tensor]:
 def compare_rows(source: Tensor, compressed: Tensor) -> tuple[Tensor, Tensor]:
     """The same of single rows of float32 logits [rows, vocabulary], on the processor.
 
-    KL = Σ p (a − b) − (log Σ exp a − log Σ exp b) with p the softmax of the source's logits a. It is never negative;
-    what rounding makes so is 0.
+    KL = Σ p (a − b) − log Σ exp a + log Σ exp b with p the softmax of the source's logits a. Both rows are counted from
+    their largest logit, because one that all have in common would only add its rounding. KL is never negative; what
+    rounding makes so is 0.
     """
-    tops, totals = [], []
-    weights = source
-    for logits in (compressed, source):
-        top = logits.amax(1, keepdim=True)
-        weights = (logits - top).exp_()
-        tops.append(top[:, 0].cpu().double())
-        totals.append(weights.sum(1).cpu().double())
-    lost = (source - compressed).masked_fill_(weights == 0, 0.0).mul_(weights).sum(1).cpu().double()
-    logs = [top + total.log() for top, total in zip(tops, totals, strict=True)]
-    kl = lost / totals[1] - (logs[1] - logs[0])
+    top, other_top = source.amax(1, keepdim=True), compressed.amax(1, keepdim=True)
+    weights = (source - top).exp_()
+    total, other_total = (part.sum(1).cpu().double() for part in (weights, (compressed - other_top).exp_()))
+    lost = (source - compressed).sub_(top - other_top).masked_fill_(weights == 0, 0.0).mul_(weights)
+    kl = lost.sum(1).cpu().double() / total - (total / other_total).log()
     agrees = source.argmax(1) == compressed.argmax(1)
     return kl.clamp_min(0.0).float(), agrees.cpu()
 

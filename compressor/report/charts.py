@@ -179,7 +179,7 @@ def describe_text(name: str, change: PerplexityChange, limit: float | None, pass
 
 
 def describe_divergence(name: str, found: Fidelity) -> Row:
-    note = f"{name}: {found}" + (f"\nbudget {num(found.max_kl)}" if found.max_kl is not None else "")
+    note = f"{name}: {found}" + (f"\nbudget {format_nats(found.max_kl)}" if found.max_kl is not None else "")
     ends: Row = {"value": found.kl, "low": found.kl_ci95[0], "high": found.kl_ci95[1], "budget": found.max_kl}
     label = f"KL, {name}: {format_nats(found.kl)}; {format_share(found.top1_agreement)} % of top tokens agree"
     return {"name": label, "state": state(found.passed), "note": note, **ends}

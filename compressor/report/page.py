@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from compressor.report.chart_style import DARK, VEGA_LITE, Chart
 from compressor.report.charts import charts_of
-from compressor.report.fidelity import say_agreement
+from compressor.report.fidelity import format_nats, say_agreement
 from compressor.report.formats import (
     MISSING,
     SAME_SPEED,
@@ -60,10 +60,10 @@ class Promise:
     name: str
     passed: bool | None
     source: float | None = None
-    compressed: float | None = None
+    compressed: float | str | None = None
     change: float | None = None
-    ends: Sequence[float] | None = None
-    limit: float | None = None
+    ends: Sequence[float | str] | None = None
+    limit: float | str | None = None
     note: str = ""
 
 
@@ -256,8 +256,9 @@ def say_fidelity(record: Record) -> tuple[list[str], bool]:
     if limit is None:
         return [f"{said}."], True
     outside = [name for name, text in record.texts.items() if text.fidelity and text.fidelity.passed is False]
-    where = f" of {', '.join(outside)}" if len(record.texts) > 1 and outside else ""
-    return [f"{said}, {'OUTSIDE' if outside else 'inside'} the budget{where}, KL {num(limit)}."], not outside
+    where = f" on {', '.join(outside)}" if len(record.texts) > 1 and outside else ""
+    held = f"{'OUTSIDE' if outside else 'inside'} the KL budget of {format_nats(limit)}{where}"
+    return [f"{said}, {held}."], not outside
 
 
 def list_promises(record: Record) -> list[Promise]:
@@ -274,9 +275,9 @@ def list_promises(record: Record) -> list[Promise]:
     promises += [
         Promise(
             *(f"kl {name}", text.fidelity.passed),
-            compressed=text.fidelity.kl,
-            ends=text.fidelity.kl_ci95,
-            limit=text.fidelity.max_kl,
+            compressed=format_nats(text.fidelity.kl),
+            ends=[format_nats(end) for end in text.fidelity.kl_ci95],
+            limit=None if text.fidelity.max_kl is None else format_nats(text.fidelity.max_kl),
             note=f"KL from the source in nats per token; {say_agreement(text.fidelity)}",
         )
         for name, text in record.text_results().items()
