@@ -37,6 +37,7 @@ from compressor.evaluate.perplexity import Losses, PerplexityChange, compare, ev
 from compressor.evaluate.tasks import Task
 from compressor.models.load import load_model
 from compressor.plan import verify
+from compressor.plan.shares import Share
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import BudgetError
 from compressor.runtime.progress import Progress
@@ -137,11 +138,18 @@ def simulate_text(
     planner = SimulatedSearch(selection, limits, len(verification.before))
     evaluator: Any = SimpleNamespace(
         compare_texts=lambda before, after: {"text": rule(before, after, verification.documents, seed)},
+        compare_fidelity=lambda _: {},
         budgets=limits.budgets,
+        max_kl=None,
     )
-    with mock.patch.object(verify, "measure_plan", lambda _, __, plan: verification.losses(plan.step)[1]):
+    source: Any = SimpleNamespace(losses=verification.losses(0.0)[0])
+
+    def measure_plan(_: Any, __: Any, plan: Any, ___: Any) -> Any:
+        return SimpleNamespace(losses=verification.losses(plan.step)[1])
+
+    with mock.patch.object(verify, "measure_plan", measure_plan):
         try:
-            plan, _, _ = verify.search_text(planner, evaluator, verification.losses(0.0)[0])  # type: ignore[arg-type]
+            plan, _, _ = verify.search_text(planner, evaluator, source)  # type: ignore[arg-type]
         except BudgetError:
             return 0.0
     return float(plan.step)  # type: ignore[attr-defined]
@@ -235,12 +243,13 @@ def no_models() -> Iterator[None]:
 
     whole = dict.fromkeys(range(BLOCKS), "bias")
     plan = SimpleNamespace(shapes=whole, fits=whole)
+    measured = Measured(None, {}, None)  # type: ignore[arg-type]
     with (
         mock.patch.object(verify, "patched", nothing),
         mock.patch.object(verify, "identify_patched", lambda _, fits: {"replaced": {str(i): 1 for i in fits}}),
-        mock.patch.object(verify, "search_text", return_value=(plan, None, 1)),
-        mock.patch.object(verify, "measure_plan", return_value=None),
-        mock.patch.object(verify, "share_used", return_value=0.0),
+        mock.patch.object(verify, "search_text", return_value=(plan, measured, 1)),
+        mock.patch.object(verify, "measure_plan", return_value=measured),
+        mock.patch.object(verify, "measure_shares", return_value=[Share(0.0, "", "")]),
     ):
         yield
 

@@ -42,6 +42,7 @@ class SimulatedRunner:
     interplay: float = 0.0
     compensation: float = 0.85
     width: float = 0.0  # half of the interval, as a share of the cost
+    fidelity: bool = False
     tried: dict[Any, Trial] = field(default_factory=dict)
     overflowing: set[tuple[int, Shape]] = field(default_factory=set)
     overflows: set[tuple[int, Shape]] = field(default_factory=set)

@@ -45,7 +45,7 @@ RUN = ("cache", "no_cache", "trust_remote_code", "as_json", "debug")
 # Command → its parameters in the order of `--help`: fields of Recipe and RunOptions, and parameters of its function.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": (
-        *("model", "max_dppl", "out", "text", "recipe_file", "overwrite", "confidence", "objective"),
+        *("model", "max_dppl", "max_kl", "out", "text", "recipe_file", "overwrite", "confidence", "objective"),
         *(*TOKENS, *TASKS, *PROBES, "batch_size", "seed", *MACHINE, "revision", *RUN),
     ),
     "profile": (
@@ -53,15 +53,15 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *(*PROBES, *TOKENS, "batch_size", "seed", *MACHINE, "revision", *RUN),
     ),
     "plan": (
-        *("model", "max_dppl", "plan_out", "text", "recipe_file", "confidence", "objective"),
+        *("model", "max_dppl", "max_kl", "plan_out", "text", "recipe_file", "confidence", "objective"),
         *(*TOKENS, "batch_size", "seed", *MACHINE, "revision", *RUN),
     ),
     "apply": (
-        *("model", "plan_file", "out", "overwrite", "max_dppl", "confidence"),
+        *("model", "plan_file", "out", "overwrite", "max_dppl", "max_kl", "confidence"),
         *(*TASKS, "batch_size", *MACHINE, "revision", *RUN),
     ),
     "check": (
-        *("directory", "max_dppl", "source", "baseline", "update_baseline", "tolerance", "junit", "page"),
+        *("directory", "max_dppl", "max_kl", "source", "baseline", "update_baseline", "tolerance", "junit", "page"),
         *(
             "text",
             "confidence",

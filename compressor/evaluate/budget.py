@@ -1,4 +1,5 @@
-"""The budget: the largest rise in perplexity and fall in task scores that the user accepts, and how surely."""
+"""The budget: the largest rise in perplexity, divergence from the source and fall in task scores that the user accepts,
+and how surely."""
 
 from __future__ import annotations
 
@@ -9,14 +10,24 @@ from dataclasses import dataclass
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import UNNAMED, split_name
 
+NO_LIMIT = "no limit"
+USUAL_NATS = 0.02  # nats per token by which costs are weighed on a text without a limit
+
 
 @dataclass(frozen=True)
 class Budget:
-    """A rise in perplexity, absolute or as a percentage of the baseline; `confidence` 0 takes the point estimate."""
+    """A rise in perplexity, absolute or as a percentage of the baseline; `confidence` 0 takes the point estimate.
+
+    An infinite rise is no limit: perplexity is then only reported.
+    """
 
     amount: float
     percent: bool = False
     confidence: float = 0.95
+
+    @property
+    def limited(self) -> bool:
+        return math.isfinite(self.amount)
 
     @classmethod
     def parse(cls, text: str | float, confidence: float = 0.95) -> Budget:
@@ -37,46 +48,82 @@ class Budget:
         return baseline * self.amount / 100 if self.percent else self.amount
 
     def __str__(self) -> str:
+        if not self.limited:
+            return NO_LIMIT
         digits = repr(self.amount).removesuffix(".0")  # all of them: the record is read back
         return f"{digits}%" if self.percent else digits
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the budget of every text allows, given the source's perplexity on that text."""
+    """What the budget of every text allows, given the source's perplexity on that text.
+
+    A text without a limit allows any rise; its nats are a usual cost, by which blocks are judged and texts compared.
+    `kl` is the largest divergence from the source, in nats per token, the same for all texts.
+    """
 
     budgets: dict[str, Budget]
     allowed: dict[str, float]  # text → rise in perplexity
     nats: dict[str, float]  # the same in nats per token, which hold for other windows of the same text too
+    kl: float | None = None
+
+    @property
+    def largest_kl(self) -> float:
+        """The divergence that is allowed; infinite where it is not limited."""
+        return math.inf if self.kl is None else self.kl
+
+    @property
+    def least(self) -> dict[str, float]:
+        """Nats per token that predictions are held against on each text: what perplexity may lose there or, if that is
+        less or has no limit, the divergence that is allowed. Predicted damage estimates both."""
+        if self.kl is None:
+            return self.nats
+        return {n: min(self.kl, nats) if self.budgets[n].limited else self.kl for n, nats in self.nats.items()}
 
     @property
     def smallest(self) -> float:
         """Nats per token of the text that allows least."""
-        return min(self.nats.values())
+        return min(self.least.values())
 
     @property
     def confidence(self) -> float:
         return next(iter(self.budgets.values())).confidence
 
     def __str__(self) -> str:
-        return format_budgets(self.budgets)
+        return format_budgets(self.budgets, self.kl)
 
 
-def compute_limits(budgets: Mapping[str, Budget], baselines: Mapping[str, float]) -> Limits:
+def compute_limits(budgets: Mapping[str, Budget], baselines: Mapping[str, float], kl: float | None = None) -> Limits:
     """The limits on texts on which the source has these perplexities."""
     allowed = {name: budgets[name].allowed_rise(baseline) for name, baseline in baselines.items()}
-    nats = {name: math.log1p(allowed[name] / baseline) for name, baseline in baselines.items()}
-    return Limits(dict(budgets), allowed, nats)
+    nats = {
+        name: math.log1p(allowed[name] / baseline) if budgets[name].limited else USUAL_NATS
+        for name, baseline in baselines.items()
+    }
+    return Limits(dict(budgets), allowed, nats, kl)
 
 
-def format_budgets(budgets: Mapping[str, Budget]) -> str:
+def format_budgets(budgets: Mapping[str, Budget], kl: float | None = None) -> str:
     """All budgets in one line, as the user gave them."""
-    return ", ".join(f"{text_prefix(name)}{budget}" for name, budget in budgets.items())
+    rises = [f"{text_prefix(name)}{budget}" for name, budget in budgets.items() if budget.limited or kl is None]
+    return ", ".join([*rises, *([] if kl is None else [f"KL {kl:g}"])])
 
 
 def text_prefix(name: str) -> str:
     """The name of a text and a space, to stand before its figure; nothing where there is only one unnamed text."""
     return "" if name == UNNAMED else f"{name} "
+
+
+def parse_divergence(text: str | float) -> float:
+    """The largest KL divergence from the source, in nats per token."""
+    word = str(text).strip()
+    try:
+        kl = float(word)
+    except ValueError:
+        raise InputError(f"--max-kl must be a number of nats per token, got {word!r}; try --max-kl 0.02") from None
+    if not math.isfinite(kl) or kl <= 0:
+        raise InputError(f"--max-kl must be positive and finite, got {word}; try --max-kl 0.02")
+    return kl
 
 
 def parse_task_drop(text: str | float) -> float:
@@ -108,9 +155,12 @@ def values_by_name(option: str, words: Iterable[str], names: Iterable[str], what
     return given
 
 
-def parse_budgets(words: Iterable[str], texts: Iterable[str], confidence: float) -> dict[str, Budget]:
-    """The budget of every text. A text without one is refused: nothing would bound what it loses."""
+def parse_budgets(words: Iterable[str] | None, texts: Iterable[str], confidence: float) -> dict[str, Budget]:
+    """The budget of every text. A text without one is refused: nothing would bound what it loses. Without any words
+    (None) no text has a limit."""
     texts = list(texts)
+    if words is None:
+        return {name: Budget(math.inf, confidence=confidence) for name in texts}
     given = values_by_name("--max-dppl", words, texts, "text")
     for name in texts:
         if not given.get(name, given.get(None)):

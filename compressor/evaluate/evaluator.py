@@ -1,17 +1,28 @@
-"""A compressed model compared with its source: perplexity of every text, scores of every task, generated text."""
+"""A compressed model compared with its source: perplexity and fidelity on every text, scores of every task, generated
+text."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from compressor.evaluate.breakdown import LossBreakdown, break_down
 from compressor.evaluate.budget import Budget
+from compressor.evaluate.fidelity import (
+    Fidelity,
+    FidelityChange,
+    Reference,
+    compare_fidelity,
+    compare_fidelity_parts,
+    evaluate_against,
+    measure_source,
+)
 from compressor.evaluate.generation import GenerationCheck, compare_continuations, continue_greedily, predict_along
 from compressor.evaluate.perplexity import Losses, PerplexityChange, compare, compare_parts, evaluate
 from compressor.evaluate.tasks import (
@@ -40,6 +51,8 @@ class Measured:
     losses: Losses
     scores: dict[str, Scores]
     continuations: Tensor | None  # what it writes after each prompt, as tokens
+    fidelity: Fidelity | None = None  # to the source; the source itself has none
+    reference: Reference | None = None  # of the source alone: what others are compared with
 
 
 @dataclass(frozen=True)
@@ -64,18 +77,31 @@ class Assessment:
     limits: dict[str, float | None]  # the largest fall in score, by task; None: only reported
     generation: GenerationCheck | None
     breakdown: LossBreakdown
+    fidelity: FidelityChange | None = None  # on all texts together
+    text_fidelity: dict[str, FidelityChange] = field(default_factory=dict)
+    max_kl: float | None = None
 
     @property
     def checks(self) -> list[Check]:
-        return [*self.text_checks(), *self.task_checks()]
+        return [*self.text_checks(), *self.fidelity_checks(), *self.task_checks()]
 
     def text_checks(self) -> list[Check]:
         checks = []
         for name, c in self.texts.items():
             detail = f"{c.baseline:.3f} → {c.compressed:.3f} ({c.delta:+.3f}), windows of {c.seq_len} tokens"
             limit = self.allowed[name]
-            checks.append(Check(f"perplexity {name}", c.upper <= limit, c.upper, limit, detail))
+            if math.isfinite(limit):
+                checks.append(Check(f"perplexity {name}", c.upper <= limit, c.upper, limit, detail))
         return checks
+
+    def fidelity_checks(self) -> list[Check]:
+        if self.max_kl is None:
+            return []
+        limit = self.max_kl
+        return [
+            Check(f"kl {name}", c.kl_upper <= limit, c.kl_upper, limit, str(c))
+            for name, c in self.text_fidelity.items()
+        ]
 
     def task_checks(self) -> list[Check]:
         checks = []
@@ -95,7 +121,8 @@ class Assessment:
     @property
     def warnings(self) -> list[str]:
         warnings = self.generation.warnings if self.generation else []
-        fine = all(check.passed for check in self.text_checks())
+        limited = self.text_checks()
+        fine = bool(limited) and all(check.passed for check in limited)
         weak = [f"verification {name}: {c.weakness}" for name, c in self.texts.items() if c.weakness]
         return [*weak, *(f"perplexity is fine, its text is not: {w}" if fine else f"its text: {w}" for w in warnings)]
 
@@ -111,31 +138,56 @@ class Evaluator:
         *,
         tasks: Sequence[Task] = (),
         limits: Mapping[str, float | None] | None = None,
+        max_kl: float | None = None,
         prompts: Sequence[Tensor] = (),
         tokens: int = 0,
         context: RunContext,
     ) -> None:
         self.text, self.tokenizer, self.budgets = text, tokenizer, budgets
-        self.tasks, self.limits = list(tasks), dict(limits or {})
+        self.tasks, self.limits, self.max_kl = list(tasks), dict(limits or {}), max_kl
         self.prompts, self.tokens = list(prompts) if tokens else [], tokens
         self.context = context
 
-    def measure(self, model: Any, step: str, identity: Identity) -> Measured:
-        """Everything of one model. `identity` is all that its outputs depend on: a part of the cache keys."""
-        return Measured(
-            self.measure_losses(model, step, identity),
-            self.score_tasks(model, step, identity),
-            self.write_continuations(model, step, identity),
+    def measure(self, model: Any, step: str, identity: Identity, source: Measured | None = None) -> Measured:
+        """Everything of one model. `identity` is all that its outputs depend on: a part of the cache keys.
+
+        A compressed model is compared with its `source`, token by token.
+        """
+        return replace(
+            self.measure_texts(model, step, identity, source),
+            scores=self.score_tasks(model, step, identity),
+            continuations=self.write_continuations(model, step, identity),
         )
 
-    def measure_losses(self, model: Any, step: str, identity: Identity) -> Losses:
+    def measure_texts(self, model: Any, step: str, identity: Identity, source: Measured | None = None) -> Measured:
+        """What `measure` gives of the verification text alone: losses and, of a compressed model, its fidelity."""
         split = self.text.verification
+        if source is None or source.reference is None:
+            key = self.losses_key(identity)
+            losses, reference = measure_source(
+                model, split.windows, key, self.context, identity=identity, step=step, named=f"{step} text"
+            )
+            return Measured(losses, {}, None, reference=reference)
+        reference = source.reference
 
         def run() -> dict[str, Tensor]:
-            return {"nats": evaluate(model, split.windows, self.context, step=step).nats}
+            losses, fidelity = evaluate_against(model, reference, split.windows, self.context, step=step)
+            return {"nats": losses.nats, "kl": fidelity.kl, "agrees": fidelity.agrees}
 
-        key = self.key("losses", identity, split.sha256, seq_len=self.text.seq_len)
-        return Losses(self.context.cache.get(f"{step} text", key, run)["nats"])
+        key = self.key("fidelity", identity, split.sha256, seq_len=self.text.seq_len, source=reference.identity)
+        found = self.context.cache.get(f"{step} text", key, run)
+        return Measured(Losses(found["nats"]), {}, None, Fidelity(found["kl"], found["agrees"]))
+
+    def measure_losses(self, model: Any, step: str, identity: Identity) -> Losses:
+        """The losses alone, of a model that no other is compared with."""
+
+        def run() -> dict[str, Tensor]:
+            return {"nats": evaluate(model, self.text.verification.windows, self.context, step=step).nats}
+
+        return Losses(self.context.cache.get(f"{step} text", self.losses_key(identity), run)["nats"])
+
+    def losses_key(self, identity: Identity) -> dict[str, Any]:
+        return self.key("losses", identity, self.text.verification.sha256, seq_len=self.text.seq_len)
 
     def score_tasks(self, model: Any, step: str, identity: Identity) -> dict[str, Scores]:
         return {task.name: self.score_task(model, task, step, identity) for task in self.tasks}
@@ -185,6 +237,13 @@ class Evaluator:
     def compare_texts(self, before: Losses, after: Losses) -> dict[str, PerplexityChange]:
         split, parts = self.text.verification, self.text.parts("verification")
         return compare_parts(before, after, split, parts, self.context.confidence, self.context.seed)
+
+    def compare_fidelity(self, after: Measured) -> dict[str, FidelityChange]:
+        """The fidelity of a compressed model on every text; none where it was not measured."""
+        if after.fidelity is None:
+            return {}
+        split, parts = self.text.verification, self.text.parts("verification")
+        return compare_fidelity_parts(after.fidelity, split, parts, self.context.confidence, self.context.seed)
 
     def compare_tasks(
         self, before: Mapping[str, Scores], after: Mapping[str, Scores], looks: Mapping[str, int] | None = None
@@ -251,6 +310,13 @@ class Evaluator:
             limits=self.limits,
             generation=generation,
             breakdown=break_down(self.text, before.losses, after.losses, self.tokenizer),
+            fidelity=None
+            if after.fidelity is None
+            else compare_fidelity(
+                after.fidelity, self.context.confidence, self.context.seed, self.text.verification.documents
+            ),
+            text_fidelity=self.compare_fidelity(after),
+            max_kl=self.max_kl,
         )
 
 

@@ -3,15 +3,16 @@
 A *unit* is what was drawn at random, so what is resampled: a document where a text tells enough of them apart, else a
 window. The interval of a change in perplexity is studentised: how far estimates lie from the truth, in standard errors,
 is learnt from resampled units, and is never taken to be less than Student's distribution says. It is found on the scale
-of log-perplexity, where the noise is nearly symmetric. A percentile bootstrap is too narrow with few units. The
-interval of a task's score inverts a score test for pairs of right and wrong answers. `benchmarks/promise.py` measures
+of log-perplexity, where the noise is nearly symmetric. A percentile bootstrap is too narrow with few units. Fidelity
+has the same interval, of KL on the scale of its logarithm and of a share on that of its log-odds. The interval of a
+task's score inverts a score test for pairs of right and wrong answers. `benchmarks/promise.py` measures
 how often each misses.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -79,6 +80,42 @@ class Mean:
 
     def solve(self, means: Tensor, gap: Tensor) -> Tensor:
         return means[..., 0] - gap
+
+
+class LogMean:
+    """The mean of figures that are at least 0, on the scale of its logarithm: no end is below 0."""
+
+    def gap(self, means: Tensor, figure: Tensor) -> Tensor:
+        return (self.positive(means[..., 0]) / self.positive(figure)).log()
+
+    def slopes(self, means: Tensor, figure: Tensor) -> Tensor:
+        return 1 / self.positive(means)
+
+    def solve(self, means: Tensor, gap: Tensor) -> Tensor:
+        return means[..., 0] * (-gap).exp()
+
+    def positive(self, values: Tensor) -> Tensor:
+        return values.clamp_min(torch.finfo(values.dtype).tiny)
+
+
+class LogitMean:
+    """A share, on the scale of its log-odds: no end is below 0 or above 1."""
+
+    def gap(self, means: Tensor, figure: Tensor) -> Tensor:
+        return self.log_odds(means[..., 0]) - self.log_odds(figure)
+
+    def slopes(self, means: Tensor, figure: Tensor) -> Tensor:
+        inside = self.inside(means)
+        return 1 / (inside * (1 - inside))
+
+    def solve(self, means: Tensor, gap: Tensor) -> Tensor:
+        return (self.log_odds(means[..., 0]) - gap).sigmoid()
+
+    def log_odds(self, shares: Tensor) -> Tensor:
+        return torch.logit(self.inside(shares))
+
+    def inside(self, shares: Tensor) -> Tensor:
+        return shares.clamp(1e-12, 1 - 1e-12)
 
 
 def studentised_interval(sums: Tensor, sizes: Tensor, figure: Figure, confidence: float, seed: int) -> Interval:
@@ -172,11 +209,37 @@ def perplexity_interval(
 
     With `documents`, the number of the document of every window, whole documents are the units.
     """
-    windows = torch.stack([before, after, torch.ones_like(before)], dim=1)
+    sums, sizes = sum_units(torch.stack([before, after], dim=1), documents)
+    return studentised_interval(sums, sizes, PerplexityRise(), confidence, seed)
+
+
+def sum_units(windows: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sums over the windows [windows, k] of every unit, and how many windows each unit has."""
+    windows = torch.cat([windows, torch.ones_like(windows[:, :1])], dim=1)
     if documents is not None:
         owners = torch.unique(documents, return_inverse=True)[1]
-        windows = windows.new_zeros(int(owners.max()) + 1, 3).index_add_(0, owners, windows)
-    return studentised_interval(windows[:, :2], windows[:, 2], PerplexityRise(), confidence, seed)
+        windows = windows.new_zeros(int(owners.max()) + 1, windows.shape[1]).index_add_(0, owners, windows)
+    return windows[:, :-1], windows[:, -1]
+
+
+def divergence_interval(windows: Tensor, documents: Tensor | None, confidence: float, seed: int) -> Interval:
+    """The interval of a mean that cannot be negative, from its mean in every window [windows].
+
+    Where it is 0 in every window there is nothing to be unsure of.
+    """
+    if not windows.any():
+        return Interval(0.0, 0.0, 0.0, 0.0)
+    found = studentised_interval(*sum_units(windows[:, None], documents), LogMean(), confidence, seed)
+    return replace(found, low=max(found.low, 0.0))
+
+
+def share_interval(windows: Tensor, documents: Tensor | None, confidence: float, seed: int) -> Interval:
+    """The interval of a share, from its mean in every window [windows]. Where all are 0, or all 1, it is one point."""
+    if bool((windows == windows[0]).all()) and windows[0] in (0, 1):
+        share = windows[0].item()
+        return Interval(share, share, share, 0.0)
+    found = studentised_interval(*sum_units(windows[:, None], documents), LogitMean(), confidence, seed)
+    return replace(found, low=max(found.low, 0.0), high=min(found.high, 1.0), upper=min(found.upper, 1.0))
 
 
 def mean_interval(values: Tensor, confidence: float, seed: int) -> Interval:

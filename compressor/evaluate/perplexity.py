@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from compressor.text import Split, batches
 LOGITS_BYTES = 512 * 2**20  # a batch shrinks until its float32 logits fit
 CHUNK_LOGITS = 4 * 2**20  # logits handled at a time, few enough to stay in the processor's cache
 LARGEST_LOSS = 700.0  # nats: the perplexity of more is beyond float64
+Watch = Callable[[int, Tensor, Tensor], None]  # the number of a batch in this process, its tokens, and their logits
 
 
 @dataclass(frozen=True)
@@ -155,12 +156,14 @@ def evaluate(
     plain: bool = False,
     start: Stream | None = None,
     step: str | None = None,
+    watch: Watch | None = None,
 ) -> Losses:
     """The loss of every token of windows [count, seq_len], predicted from the ones before it in its window.
 
     `.perplexity` is exp(total nats / total predicted tokens). With `plain`, allowed where `has_plain_head`, the logits
     are computed in parts, which is faster: for the many trials of a search, not for a final measurement. `start` is a
-    stream of these windows, in batches of this size, to begin from. A named `step` is shown as progress.
+    stream of these windows, in batches of this size, to begin from. A named `step` is shown as progress. `watch` sees
+    the logits of every batch; a plain head has none.
     """
     context = context or RunContext()
     progress = context.progress if step else Progress()
@@ -173,13 +176,15 @@ def evaluate(
             start = start.copy() if start is not None else open_stream(model, blocks, windows, size)
             start.advance(len(blocks))
         with resume(model, start) if start is not None else nullcontext():
-            for batch in parts:
+            for number, batch in enumerate(parts):
                 batch = batch.to(device_of(model))
                 if plain:
                     nats.append(plain_head_losses(model, batch).cpu())
                 else:
                     logits = model(input_ids=batch, use_cache=False).logits
                     nats.append(logits_losses(logits, batch.to(logits.device)).cpu())
+                    if watch is not None:
+                        watch(number, batch, logits)
                 advance(1)
     losses = Losses(torch.cat(distributed.gather(nats)))
     means = losses.windows
@@ -206,11 +211,10 @@ def compare(
     `documents` is the number of the document of every window, where the text tells documents apart. Windows are drawn
     at least, and not tokens, for the tokens of one window are not independent.
     """
-    windows = len(before.nats)
     count = 1 if documents is None else len(torch.unique(documents))
-    by_document = count >= RESAMPLED_UNITS
+    units = resampled_documents(documents)
     delta = after.perplexity - before.perplexity
-    interval = perplexity_interval(before.windows, after.windows, documents if by_document else None, confidence, seed)
+    interval = perplexity_interval(before.windows, after.windows, units, confidence, seed)
     return PerplexityChange(
         baseline=before.perplexity,
         compressed=after.perplexity,
@@ -220,10 +224,15 @@ def compare(
         error=interval.error,
         tokens=before.nats.numel(),
         seq_len=before.nats.shape[1] + 1,
-        unit="document" if by_document else "window",
-        units=count if by_document else windows,
+        unit="window" if units is None else "document",
+        units=len(before.nats) if units is None else count,
         documents=count,
     )
+
+
+def resampled_documents(documents: Tensor | None) -> Tensor | None:
+    """The documents of all windows where there are enough of them to be resampled; None where windows are."""
+    return None if documents is None or len(torch.unique(documents)) < RESAMPLED_UNITS else documents
 
 
 def compare_parts(

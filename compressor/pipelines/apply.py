@@ -55,7 +55,7 @@ def run(recipe: Recipe, plan_file: Path, context: RunContext) -> Record:
         fits = fit_shapes(job.model, shapes, job.text, job.context, compensated=plan.compensated)
         identity = identify_patched(job.model, fits)
         with patched(job.model, find_blocks(job.model), fits):
-            compressed = evaluator.measure(job.model, "compressed", identity)
+            compressed = evaluator.measure(job.model, "compressed", identity, source)
         refuse_over_budget(evaluator, source, compressed, shapes)
 
         sizes = {block.index: block.parameters for block in find_blocks(job.model)}

@@ -47,6 +47,8 @@ def baseline_of(record: Record) -> BaselineFile:
         of = f"{text.sha256} in windows of {text.seq_len}"
         for model, value in (("source", text.baseline), ("compressed", text.compressed)):
             figures[f"perplexity {name} {model}"] = BaselineFigure(value=value, better=-1, of=of)
+        if text.fidelity is not None:
+            figures[f"kl {name} compressed"] = BaselineFigure(value=text.fidelity.kl, better=-1, of=of)
     for name, task in record.tasks.items():
         better = 1 if task.higher_is_better else -1
         for model, value in (("source", task.source), ("compressed", task.compressed)):

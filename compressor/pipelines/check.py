@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from compressor.evaluate.budget import NO_LIMIT, parse_divergence
 from compressor.evaluate.evaluator import tokenizer_sha256
 from compressor.models.load import load_model
 from compressor.models.source import identify, source_of
@@ -81,7 +82,7 @@ def run(directory: Path, options: Mapping[str, Any], gate: Gate, context: RunCon
 
     evaluator = make_evaluator(recipe, original, tokenizer, text, tasks, context)
     before = evaluator.measure(original, "source", identify(original))
-    after = evaluator.measure(compressed, "compressed", identify(compressed))
+    after = evaluator.measure(compressed, "compressed", identify(compressed), before)
     assessment = evaluator.assess(before, after, compressed, identify(compressed), searched_tasks(recorded))
     record = Record(
         **describe_tool(),
@@ -116,10 +117,11 @@ def recipe_of(directory: Path, options: Mapping[str, Any], recorded: Record | Sa
     time mean nothing here."""
     file = directory / "recipe.yaml"
     recipe = recipes.resolve(file if file.is_file() else None, dict(options))
-    budget = recipe.max_dppl or recorded_budget(recorded)
-    if options.get("text") and not options.get("max_dppl"):
+    max_kl = recipe.max_kl or recorded_divergence(recorded)
+    budget = recipe.max_dppl or recorded_budget(recorded, needed=max_kl is None)
+    if budget and options.get("text") and not options.get("max_dppl"):
         budget = of_names(budget, group_by_name(recipe.text or []))
-    return recipe.model_copy(update={"max_dppl": budget})
+    return recipe.model_copy(update={"max_dppl": budget, "max_kl": max_kl})
 
 
 def load_both(
@@ -165,11 +167,20 @@ def of_names(words: Iterable[str], names: Iterable[str]) -> list[str]:
     return [word for word in words if split_name(word)[0] in known]
 
 
-def recorded_budget(recorded: Record | SavedRecord) -> list[str]:
-    """The budget that the checkpoint was made with, as words of the command line."""
-    if not isinstance(recorded, Record) or recorded.budget is None:
+def recorded_budget(recorded: Record | SavedRecord, *, needed: bool = True) -> list[str] | None:
+    """The budget that the checkpoint was made with, as words of the command line. None, or refused where one is needed,
+    when perplexity had no limit."""
+    if isinstance(recorded, Record) and recorded.budget is not None and recorded.budget.asked != NO_LIMIT:
+        return recorded.budget.asked.split(",")
+    if needed:
         raise InputError("the checkpoint records no budget; give one with --max-dppl 1.0")
-    return recorded.budget.asked.split(",")
+    return None
+
+
+def recorded_divergence(recorded: Record | SavedRecord) -> float | None:
+    """The largest divergence from the source that the checkpoint was made with, if it had a limit."""
+    limit = recorded.budget.max_kl if isinstance(recorded, Record) and recorded.budget else None
+    return None if limit is None else parse_divergence(limit)
 
 
 def differences(recorded: Record | SavedRecord, now: Record) -> list[str]:

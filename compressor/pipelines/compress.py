@@ -41,9 +41,10 @@ def run(recipe: Recipe, context: RunContext) -> Record:
         store = open_store(job.model, job.text, job.context)
         profile = measure(job.model, job.text, job.context, beside=[store.collector()], states=store.states)
         source = evaluator.measure(job.model, "source", identify(job.model))
-        limits = compute_limits(evaluator.budgets, evaluator.perplexities(source.losses))
-        space = prepare_search(job.model, job.text, job.context, store=store)
-        study = study_blocks(job, profile, space.damages, limits.nats)
+        limits = compute_limits(evaluator.budgets, evaluator.perplexities(source.losses), recipe.max_kl)
+        with_kl = recipe.max_kl is not None
+        space = prepare_search(job.model, job.text, job.context, store=store, fidelity=with_kl)
+        study = study_blocks(job, profile, space.damages, limits.least)
         planner = Planner(space, limits, study.verdicts, objective=job.recipe.objective)
         verified = search_and_verify(planner, evaluator, source)
 

@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from compressor.evaluate.breakdown import Band, LossBreakdown
-from compressor.evaluate.budget import Budget
+from compressor.evaluate.budget import NO_LIMIT, Budget
 from compressor.evaluate.evaluator import Assessment, Evaluator
+from compressor.evaluate.fidelity import FidelityChange
 from compressor.evaluate.generation import GenerationCheck
 from compressor.evaluate.perplexity import PerplexityChange
 from compressor.evaluate.speed import PairedTimes, Speed
@@ -25,6 +26,7 @@ from compressor.patch.checkpoint import count_parameters
 from compressor.plan.calibration import Calibration
 from compressor.plan.search import Plan
 from compressor.report import record_parts as parts
+from compressor.report.fidelity import Fidelity
 from compressor.report.record import Record, SavedRecord, describe_tool
 from compressor.runtime.names import UNNAMED
 from compressor.text import SPLITS, Split, Text
@@ -93,12 +95,12 @@ def describe_plan(record: Record, plan: Plan) -> Record:
             compensated=trial.compensated,
             removed=trial.saved,
             predicted_dloss=trial.predicted,
-            texts=describe_changes(trial.changes),
+            texts=describe_changes(trial.changes, trial.fidelity),
         )
         for trial in plan.trials
     ]
     return put_replacements(record, plan.fits).with_parts(
-        selection=describe_changes(plan.selection),
+        selection=describe_changes(plan.selection, plan.fidelity),
         trials=trials,
         tasks={},
         compensated=plan.compensated,
@@ -148,35 +150,49 @@ def describe_change(change: PerplexityChange) -> parts.PerplexityChange:
     return parts.PerplexityChange(**change_values(change))
 
 
-def change_values(change: PerplexityChange) -> dict[str, Any]:
-    """The fields of a change in perplexity, as the record names them."""
+def change_values(change: PerplexityChange, fidelity: Fidelity | None = None) -> dict[str, Any]:
+    """The fields of a change in perplexity, as the record names them; with the fidelity where it was measured."""
     values = asdict(change)
     upper, error = values.pop("upper"), values.pop("error")
-    return {**values, "delta_upper": upper, "delta_error": error}
+    more = {} if fidelity is None else {"fidelity": fidelity}
+    return {**values, "delta_upper": upper, "delta_error": error, **more}
 
 
-def describe_changes(changes: Mapping[str, PerplexityChange]) -> dict[str, parts.PerplexityChange]:
-    return {name: describe_change(change) for name, change in changes.items()}
+def describe_changes(
+    changes: Mapping[str, PerplexityChange], fidelity: Mapping[str, FidelityChange]
+) -> dict[str, parts.PerplexityChange]:
+    found = {name: describe_fidelity(of_text) for name, of_text in fidelity.items()}
+    return {name: parts.PerplexityChange(**change_values(change, found.get(name))) for name, change in changes.items()}
 
 
-def describe_budget(budgets: Mapping[str, Budget], allowed: Mapping[str, float]) -> parts.Budget:
+def describe_fidelity(found: FidelityChange, limit: float | None = None) -> Fidelity:
+    values = asdict(found) if limit is None else {**asdict(found), "max_kl": limit, "passed": found.kl_upper <= limit}
+    return Fidelity(**values)
+
+
+def describe_budget(
+    budgets: Mapping[str, Budget], allowed: Mapping[str, float], max_kl: float | None = None
+) -> parts.Budget:
     """What was asked for, word for word, and the rise it allows; of several texts the smallest."""
+    confidence = next(iter(budgets.values())).confidence
+    if not all(budget.limited for budget in budgets.values()):
+        return parts.Budget(max_dppl=None, asked=NO_LIMIT, max_kl=max_kl, confidence=confidence)
     only = list(budgets) == [UNNAMED]
     asked = ",".join(str(budget) if only else f"{name}={budget}" for name, budget in budgets.items())
-    confidence = next(iter(budgets.values())).confidence
-    return parts.Budget(max_dppl=min(allowed.values()), asked=asked, confidence=confidence)
+    return parts.Budget(max_dppl=min(allowed.values()), asked=asked, max_kl=max_kl, confidence=confidence)
 
 
 def describe_assessment(assessment: Assessment, evaluator: Evaluator) -> dict[str, Any]:
     """Everything measured of a compressed model against its source, as fields of the record."""
     slices = evaluator.text.parts("verification")
     windows = evaluator.text.verification.windows
+    fidelity = {name: describe_fidelity(found, assessment.max_kl) for name, found in assessment.text_fidelity.items()}
     texts = {
         name: parts.TextResult(
-            **change_values(change),
-            max_dppl=assessment.allowed[name],
+            **change_values(change, fidelity.get(name)),
+            max_dppl=assessment.allowed[name] if evaluator.budgets[name].limited else None,
             asked=str(evaluator.budgets[name]),
-            passed=change.upper <= assessment.allowed[name],
+            passed=change.upper <= assessment.allowed[name] if evaluator.budgets[name].limited else None,
             sha256=Split(windows[slices[name]], name).sha256,
             about=change.scope,
         )
@@ -189,7 +205,8 @@ def describe_assessment(assessment: Assessment, evaluator: Evaluator) -> dict[st
     generation = assessment.generation
     return {
         "perplexity": describe_change(assessment.whole),
-        "budget": describe_budget(evaluator.budgets, assessment.allowed),
+        "fidelity": None if assessment.fidelity is None else describe_fidelity(assessment.fidelity),
+        "budget": describe_budget(evaluator.budgets, assessment.allowed, assessment.max_kl),
         "texts": texts,
         "tasks": tasks,
         "generation": describe_generation(generation, evaluator.prompts) if generation else None,

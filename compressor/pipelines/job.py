@@ -258,6 +258,7 @@ def make_evaluator(
         recipe.budgets(text.counts),
         tasks=tasks,
         limits=parse_task_drops(recipe.max_task_drop or [], {task.name: task.aliases for task in tasks}),
+        max_kl=recipe.max_kl,
         prompts=prompts,
         tokens=tokens,
         context=context,

@@ -34,17 +34,18 @@ def run(recipe: Recipe, out: Path, context: RunContext) -> Record:
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise InputError(f"--out {out} cannot be written; name a file in an existing directory, such as plan.json")
     budgets = recipe.several_budgets()
-    job = open_job(recipe.model_copy(update={"max_dppl": budgets[0]}), context)
+    job = open_job(recipe.model_copy(update={"max_dppl": budgets[0] or None}), context)
     evaluator = job.evaluator()
 
     store = open_store(job.model, job.text, job.context)
     profile = measure(job.model, job.text, job.context, beside=[store.collector()], states=store.states)
     perplexities = evaluator.perplexities(evaluator.measure_losses(job.model, "verify", identify(job.model)))
-    space = prepare_search(job.model, job.text, job.context, store=store)
+    with_kl = recipe.max_kl is not None
+    space = prepare_search(job.model, job.text, job.context, store=store, fidelity=with_kl)
     searches = []
     for words in budgets:
-        asked = parse_budgets(words, job.text.counts, job.recipe.confidence)
-        limits = compute_limits(asked, perplexities)
+        asked = parse_budgets(words or None, job.text.counts, job.recipe.confidence)
+        limits = compute_limits(asked, perplexities, recipe.max_kl)
         verdicts = judge_all(profile, space.damages, limits.smallest, {})
         searches.append(Search(job, profile, space, limits, verdicts, words))
     if len(searches) == 1:
@@ -80,8 +81,8 @@ class Search:
         job = self.job
         study = Study(self.verdicts, self.space.damages)
         record = describe_profile(job.model, job.tokenizer, job.text, self.profile, study)
-        budget = describe_budget(self.limits.budgets, self.limits.allowed)
-        recipe = job.recipe.model_copy(update={"max_dppl": self.words})
+        budget = describe_budget(self.limits.budgets, self.limits.allowed, self.limits.kl)
+        recipe = job.recipe.model_copy(update={"max_dppl": self.words or None})
         return record.with_parts(budget=budget, recipe=recipe.settings())
 
     def describe_result(self, plan: Plan) -> Record:

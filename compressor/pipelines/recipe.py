@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, field_validator
 
-from compressor.evaluate.budget import Budget, parse_budgets, parse_task_drop
+from compressor.evaluate.budget import Budget, parse_budgets, parse_divergence, parse_task_drop
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS, split_name
 from compressor.runtime.safe_files import parse_yaml, read_named
@@ -58,6 +58,14 @@ def check_each(words: list[str] | None, parse: Callable[[str], object]) -> list[
     return words
 
 
+def as_divergence(value: Any) -> Any:
+    """A number of nats, from the command line as a word; what is none is refused with what to write instead."""
+    try:
+        return parse_divergence(value)
+    except InputError as error:
+        raise ValueError(str(error)) from error
+
+
 UNRECORDED = ("out", "overwrite", "device", "batch_size")  # keys that do not determine the result
 Words = Annotated[list[str], BeforeValidator(as_words), Field(min_length=1)]
 Amounts = Annotated[list[str], BeforeValidator(as_amounts), Field(min_length=1)]
@@ -78,6 +86,11 @@ class Recipe(BaseModel):
     max_dppl: Amounts | None = Field(
         default=None,
         description="largest rise in perplexity: 1.0, or 2% of the baseline; NAME=1.0 for one text of several",
+    )
+    max_kl: Annotated[float, BeforeValidator(as_divergence)] | None = Field(
+        default=None,
+        description="largest KL divergence from the source, in nats per token, on every text: 0.02; beside --max-dppl "
+        "or alone",
     )
     confidence: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
         default=0.95, description="of the interval's upper end; 0 = point estimate"
@@ -168,13 +181,16 @@ class Recipe(BaseModel):
         return [[word] for word in words] if len(words) > 1 and not any("=" in word for word in words) else [words]
 
     def budgets(self, texts: Iterable[str]) -> dict[str, Budget]:
-        """The budget of every text that is measured."""
-        return parse_budgets(self.require_budget(), texts, self.confidence)
+        """The budget of every text that is measured; without limits where perplexity has none."""
+        return parse_budgets(self.max_dppl, texts, self.confidence)
 
-    def require_budget(self) -> list[str]:
-        if self.max_dppl is None:
-            raise InputError("--max-dppl is missing: say how much perplexity may rise, such as --max-dppl 1.0 or 2%")
-        return self.max_dppl
+    def require_budget(self) -> None:
+        """Refuse a recipe that does not say how good the result must be."""
+        if self.max_dppl is None and self.max_kl is None:
+            raise InputError(
+                "--max-dppl is missing: say how much perplexity may rise, such as --max-dppl 1.0 or 2%; or how far it "
+                "may move from its source, such as --max-kl 0.02"
+            )
 
     def settings(self) -> dict[str, Any]:
         """The keys that determine the result, without where it goes."""

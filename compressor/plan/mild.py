@@ -31,7 +31,7 @@ def find_mild_candidates(of_block: BlockCandidates, runner: TrialRunner, limits:
     mild = sorted((c for c in mild if c.damage <= limits.smallest), key=lambda c: c.saved)
     for tried in [mild[-1], mild[len(mild) // 2 - 1]][: min(len(mild), MOST_MILD_TRIALS)] if mild else []:
         trial = runner.attempt({tried.index: tried.shape}, tried.damage)
-        costs = [confirmed_cost(change, tried.damage) / limits.nats[name] for name, change in trial.changes.items()]
+        costs = [confirmed_cost(change, tried.damage) / limits.least[name] for name, change in trial.changes.items()]
         expected = max(costs, default=math.inf) * limits.smallest
         kept = f"with {tried.shape.neurons} of its {of_block.neurons.count} neurons"
         if math.isfinite(expected):

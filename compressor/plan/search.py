@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from compressor.evaluate.budget import Budget, Limits, compute_limits, parse_budgets, text_prefix
+from compressor.evaluate.budget import Budget, Limits, compute_limits, parse_budgets, parse_divergence
+from compressor.evaluate.fidelity import FidelityChange
 from compressor.evaluate.intervals import end_score
 from compressor.evaluate.perplexity import PerplexityChange, evaluate
 from compressor.measure.gradients import Damage
@@ -36,6 +37,7 @@ from compressor.plan.frontier import (
 from compressor.plan.mild import find_mild_candidates, standard_error
 from compressor.plan.moments_store import MomentsStore, open_store
 from compressor.plan.shapes import Shape, Shapes, list_shapes
+from compressor.plan.shares import largest_share, list_shares, relative_error
 from compressor.plan.trials import Trial, TrialRunner
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import BudgetError, InputError
@@ -58,6 +60,7 @@ class Plan:
     predicted: float  # nats per token
     calibration: Calibration
     selection: dict[str, PerplexityChange]
+    fidelity: dict[str, FidelityChange]  # on the selection text, where a budget asks for it
     trials: list[Trial]
     fits: dict[int, Replacement]
 
@@ -73,17 +76,20 @@ class SearchSpace:
     runner: TrialRunner
 
 
-def prepare_search(model: Any, text: Text, context: RunContext, *, store: MomentsStore | None = None) -> SearchSpace:
+def prepare_search(
+    model: Any, text: Text, context: RunContext, *, store: MomentsStore | None = None, fidelity: bool = False
+) -> SearchSpace:
     """Survey the candidates of every block, then check their predictions by trials of single blocks.
 
-    A `store` that is given has surveyed the blocks already, in the pass that measured them.
+    A `store` that is given has surveyed the blocks already, in the pass that measured them. `fidelity`: whether plans
+    are to be tried for their fidelity to the source too, because it has a limit.
     """
     store = store or open_store(model, text, context)
     candidates = store.candidates()
     fitter = Fitter(store, candidates)
     calibrations, overflowing = calibrate(store, candidates, fitter)
     damages = {index: of_block.damage for index, of_block in candidates.items()}
-    runner = TrialRunner(store, candidates, fitter)
+    runner = TrialRunner(store, candidates, fitter, fidelity=fidelity)
     runner.leave_out((candidate.index, candidate.shape) for candidate in overflowing)
     return SearchSpace(candidates, damages, calibrations, runner)
 
@@ -107,6 +113,7 @@ class Planner:
         self.space, self.limits, self.verdicts = space, limits, verdicts
         self.objective, self.room = objective, room
         self.runner = space.runner
+        assert limits.kl is None or self.runner.fidelity, "trials for a limit of KL must measure it"
         self.model, self.blocks = self.runner.model, self.runner.blocks
         self.text, self.progress = self.runner.text, self.runner.context.progress
         self.compensation = USUAL_COMPENSATION
@@ -114,7 +121,7 @@ class Planner:
         self.banned: set[Shape] = set()  # shapes that run slower than the block they would replace
         self.unsafe = [index for index in space.candidates if verdicts[index].word == "unsafe"]
         self.mild_tried = False
-        corrected = correct_predictions(space.candidates, space.calibrations, limits.nats)
+        corrected = correct_predictions(space.candidates, space.calibrations, limits.least)
         self.candidates = corrected | {index: [] for index in self.unsafe}  # with predictions for the smallest limit
 
     def admit_mild_forms(self) -> None:
@@ -149,21 +156,28 @@ class Planner:
         """The share of `budget_factor` times the budget that a trial uses, on the text where it uses most.
 
         A trial uses its point estimate, the half-width of the interval that is expected on the verification text, and
-        the room that is left for the noise of both texts.
+        the room that is left for the noise of both texts. Where perplexity and KL have limits, the larger share counts.
         """
         if trial.overflows:
             return math.inf
-        token_ratio = self.text.selection.tokens / self.text.verification.tokens
         shares = []
         for name, change in trial.changes.items():
-            error, confidence = standard_error(change), self.limits.confidence
-            nats = math.log1p(change.delta / change.baseline)
-            if confidence > 0:
-                units = max(2, round(change.units / token_ratio))
-                nats += end_score(units, confidence) * error * math.sqrt(token_ratio)
-            nats += self.room * error * math.sqrt(1 + token_ratio)
-            shares.append(nats / (self.limits.nats[name] * budget_factor))
+            if self.limits.budgets[name].limited or self.limits.kl is None:
+                nats = math.log1p(change.delta / change.baseline)
+                nats += self.expected_width(change.units) * standard_error(change)
+                shares.append(nats / (self.limits.nats[name] * budget_factor))
+        for divergence in trial.fidelity.values():
+            kl = divergence.kl * math.exp(min(self.expected_width(divergence.units) * relative_error(divergence), 50.0))
+            shares.append(kl / (self.limits.largest_kl * budget_factor))
         return max(shares)
+
+    def expected_width(self, units: int) -> float:
+        """Standard errors, of the selection text, between an estimate of so many units and what must be inside."""
+        token_ratio = self.text.selection.tokens / self.text.verification.tokens
+        width, confidence = self.room * math.sqrt(1 + token_ratio), self.limits.confidence
+        if confidence > 0:
+            width += end_score(max(2, round(units / token_ratio)), confidence) * math.sqrt(token_ratio)
+        return width
 
     def search(self, budget_factor: float = 1.0, ceiling: float = math.inf) -> Plan:
         """The largest plan whose measured cost fits `budget_factor` times the budget. BudgetError when none does.
@@ -277,8 +291,12 @@ class Planner:
         """The nats per token that a trial cost, on the text where it uses most, for the smallest limit."""
         costs = [Cost(math.inf, math.inf)] if trial.overflows else []
         for name, change in trial.changes.items():
-            nats, scale = math.log1p(change.delta / change.baseline), self.limits.smallest / self.limits.nats[name]
-            costs.append(Cost(scale * nats, scale * (nats - standard_error(change))))
+            if self.limits.budgets[name].limited or self.limits.kl is None:
+                nats, scale = math.log1p(change.delta / change.baseline), self.limits.smallest / self.limits.nats[name]
+                costs.append(Cost(scale * nats, scale * (nats - standard_error(change))))
+        for divergence in trial.fidelity.values():
+            scale = self.limits.smallest / self.limits.largest_kl
+            costs.append(Cost(scale * divergence.kl, scale * (divergence.kl - divergence.kl_error)))
         return max(costs, key=lambda cost: cost.measured)
 
     def expected_share(self, shapes: Shapes, predicted: float, budget_factor: float) -> float:
@@ -350,8 +368,9 @@ class Planner:
             shapes=trial.shapes,
             compensated=trial.compensated,
             predicted=trial.predicted,
-            calibration=binding_calibration(self.space.calibrations, self.limits.nats),
+            calibration=binding_calibration(self.space.calibrations, self.limits.least),
             selection=trial.changes,
+            fidelity=trial.fidelity,
             trials=self.runner.trials(),
             fits=self.runner.fit_modules(trial.shapes, trial.compensated),
         )
@@ -363,13 +382,10 @@ class Planner:
             reason = "every block is unsafe to touch" if len(self.unsafe) == len(self.blocks) else tried
             return f"no replacement fits the budget {self.limits}: {reason}; nothing written"
         closest = min(measured, key=lambda trial: self.budget_share(trial, 1.0))
-        shares = {name: change.upper / self.limits.allowed[name] for name, change in closest.changes.items()}
-        name = max(shares, key=lambda name: shares[name])
-        change = closest.changes[name]
+        dearest = largest_share(list_shares(self.limits, closest.changes, closest.fidelity))
         return (
             f"no replacement fits the budget {self.limits}: closest was block {list_shapes(closest.shapes)} with "
-            f"{text_prefix(name)}ΔPPL {change.delta:+.3f} (upper end {change.upper:+.3f}) on the selection text, "
-            f"windows of {change.seq_len} tokens; nothing written"
+            f"{dearest.figure} on the selection text; nothing written"
         )
 
 
@@ -378,6 +394,7 @@ def make_planner(
     profile: Profile,
     budgets: Mapping[str, Budget],
     *,
+    max_kl: float | None = None,
     objective: str = "speed",
     room: float = 0.0,
 ) -> Planner:
@@ -389,7 +406,7 @@ def make_planner(
     text = runner.text
     losses = evaluate(runner.model, text.verification.windows, runner.context, step="verify")
     baselines = {name: losses.part(part).perplexity for name, part in text.parts("verification").items()}
-    limits = compute_limits(budgets, baselines)
+    limits = compute_limits(budgets, baselines, max_kl)
     verdicts = judge_all(profile, space.damages, limits.smallest, {})
     return Planner(space, limits, verdicts, objective=objective, room=room)
 
@@ -399,16 +416,23 @@ def plan(
     profile: Profile,
     text: Text,
     *,
-    max_dppl: str | float | Mapping[str, str | float],
+    max_dppl: str | float | Mapping[str, str | float] | None = None,
+    max_kl: float | None = None,
     objective: str = "speed",
     context: RunContext | None = None,
 ) -> Plan:
-    """Search for the largest plan inside the budget. The model is left as it was; BudgetError when nothing fits."""
+    """Search for the largest plan inside the budget: a rise in perplexity, a divergence from the source, or both.
+
+    The model is left as it was; BudgetError when nothing fits.
+    """
     context = context or RunContext()
+    if max_dppl is None and max_kl is None:
+        raise InputError("no budget: give max_dppl, such as 1.0 or '2%', or max_kl, such as 0.02")
     words = [f"{k}={v}" for k, v in max_dppl.items()] if isinstance(max_dppl, Mapping) else [str(max_dppl)]
-    budgets = parse_budgets(words, text.counts, context.confidence)
-    space = prepare_search(model, text, context)
-    return make_planner(space, profile, budgets, objective=objective, room=ROOM).search()
+    budgets = parse_budgets(None if max_dppl is None else words, text.counts, context.confidence)
+    kl = None if max_kl is None else parse_divergence(max_kl)
+    space = prepare_search(model, text, context, fidelity=kl is not None)
+    return make_planner(space, profile, budgets, max_kl=kl, objective=objective, room=ROOM).search()
 
 
 def fit_shapes(

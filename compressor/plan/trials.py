@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from compressor.evaluate.budget import text_prefix
+from compressor.evaluate.fidelity import (
+    Fidelity,
+    FidelityChange,
+    Reference,
+    compare_fidelity_parts,
+    evaluate_against,
+    measure_source,
+)
 from compressor.evaluate.perplexity import Losses, PerplexityChange, compare_parts, evaluate
 from compressor.evaluate.speed import is_slower
 from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import Block, modules_of
+from compressor.models.source import identify
 from compressor.patch.tree import patched
 from compressor.plan.candidates import BlockCandidates
 from compressor.plan.fit import Fitter
@@ -37,6 +46,7 @@ class Trial:
     saved: int
     compensated: bool  # fitted in order of depth, each block compensating those before it
     changes: dict[str, PerplexityChange]
+    fidelity: dict[str, FidelityChange] = field(default_factory=dict)  # only where a budget asks for it
 
     @property
     def overflows(self) -> bool:
@@ -44,13 +54,24 @@ class Trial:
 
 
 class TrialRunner:
-    """Tries plans on the selection text. Trials need no budget, so searches for several budgets share them."""
+    """Tries plans on the selection text. Trials need no budget, so searches for several budgets share them.
 
-    def __init__(self, store: MomentsStore, candidates: Mapping[int, BlockCandidates], fitter: Fitter) -> None:
-        self.store, self.candidates, self.fitter = store, candidates, fitter
+    With `fidelity`, trials are also compared with the source token by token, for searches with a limit of KL.
+    """
+
+    def __init__(
+        self,
+        store: MomentsStore,
+        candidates: Mapping[int, BlockCandidates],
+        fitter: Fitter,
+        *,
+        fidelity: bool = False,
+    ) -> None:
+        self.store, self.candidates, self.fitter, self.fidelity = store, candidates, fitter, fidelity
         self.model: Any = store.model
         self.text, self.blocks, self.context = store.text, store.blocks, store.context
         self.before: Losses | None = None
+        self.reference: Reference | None = None  # of the selection text, once the source was measured there
         self.tried: dict[tuple[Any, ...], Trial] = {}
         self.overflowing: set[tuple[int, Shape]] = set()  # shapes that overflow in this block, whatever the plan
         self.slow: dict[tuple[str, Shape], bool] = {}  # by the path of a block: whether a shape runs slower than it
@@ -60,15 +81,22 @@ class TrialRunner:
         """Fit one plan and measure it on the selection text."""
         key = (compensated, *sorted(shapes.items(), key=lambda item: item[0]))
         if key not in self.tried:
-            self.before = self.before or self.measure({}, False)
-            after = self.measure(shapes, compensated)
+            self.before = self.before or self.measure_source()
+            after, fidelity = self.measure(shapes, compensated)
             split, parts, context = self.text.selection, self.text.parts("selection"), self.context
             changes: dict[str, PerplexityChange] = {}
+            divergences: dict[str, FidelityChange] = {}
             if after.nats.isfinite().all():
                 changes = compare_parts(self.before, after, split, parts, context.confidence, context.seed)
+                if fidelity is not None:
+                    divergences = compare_fidelity_parts(fidelity, split, parts, context.confidence, context.seed)
             saved = sum(self.candidates[index].saved(shape) for index, shape in shapes.items())
-            self.tried[key] = Trial(dict(shapes), predicted, saved, compensated, changes)
-            rises = ", ".join(f"{text_prefix(name)}ΔPPL {change.delta:+.3f}" for name, change in changes.items())
+            self.tried[key] = Trial(dict(shapes), predicted, saved, compensated, changes, divergences)
+            rises = ", ".join(
+                f"{text_prefix(name)}ΔPPL {change.delta:+.3f}"
+                + (f", KL {divergences[name].kl:.4f}" if name in divergences else "")
+                for name, change in changes.items()
+            )
             found = f"selection {rises}" if changes else "it overflows"
             how = ", compensated" if compensated else ""
             context.progress.say(f"  tried {summarise_shapes(shapes)}{how}: {saved:,} parameters, {found}")
@@ -78,7 +106,7 @@ class TrialRunner:
 
     def overflows_alone(self, index: int, shape: Shape, shapes: Shapes) -> bool:
         """Whether one block of a plan that overflows does so by itself."""
-        return len(shapes) == 1 or not bool(self.measure({index: shape}, False).nats.isfinite().all())
+        return len(shapes) == 1 or not bool(self.measure({index: shape}, False)[0].nats.isfinite().all())
 
     def leave_out(self, found: Iterable[tuple[int, Shape]]) -> None:
         """From here on no plan has these shapes in these blocks."""
@@ -87,26 +115,46 @@ class TrialRunner:
                 self.context.progress.say(f"  block {index} ({shape}) overflows, so it is left out")
             self.overflowing.add((index, shape))
 
-    def measure(self, shapes: Shapes, compensated: bool) -> Losses:
-        """The losses of a plan on the selection text, from the cache where an earlier run measured it.
+    def measure_source(self) -> Losses:
+        """The losses of the source on the selection text; with `fidelity` also what trials are compared with."""
+        windows, key = self.text.selection.windows, self.trial_key({}, False)
+        if self.fidelity:
+            losses, self.reference = measure_source(
+                self.model, windows, key, self.context, identity=identify(self.model), step="search"
+            )
+            return losses
 
-        Where a plan overflows they are infinite; a source that does so is an error.
-        """
-        split = self.text.selection
+        def run() -> Tensors:
+            return {"nats": evaluate(self.model, windows, self.context, step="search").nats}
+
+        return Losses(self.context.cache.get("", key, run)["nats"])
+
+    def measure(self, shapes: Shapes, compensated: bool) -> tuple[Losses, Fidelity | None]:
+        """The losses of a plan on the selection text, from the cache where an earlier run measured it, and its
+        fidelity where that is wanted. Where a plan overflows, the losses are infinite."""
+        windows, reference = self.text.selection.windows, self.reference
 
         def run() -> Tensors:
             try:
-                with patched(self.model, self.blocks, self.fit_modules(shapes, compensated) if shapes else {}):
-                    return {"nats": evaluate(self.model, split.windows, self.context, step="search").nats}
+                with patched(self.model, self.blocks, self.fit_modules(shapes, compensated)):
+                    if reference is None:
+                        return {"nats": evaluate(self.model, windows, self.context, step="search").nats}
+                    losses, fidelity = evaluate_against(self.model, reference, windows, self.context, step="search")
+                    return {"nats": losses.nats, "kl": fidelity.kl, "agrees": fidelity.agrees}
             except NumericsError:
-                if not shapes:
-                    raise
-                return {"nats": torch.full((len(split.windows), self.text.seq_len - 1), math.inf)}
+                overflow = torch.full((len(windows), self.text.seq_len - 1), math.inf)
+                return {"nats": overflow, "kl": overflow.clone(), "agrees": torch.zeros_like(overflow).bool()}
 
+        more = {} if reference is None else {"fidelity": True}
+        found = self.context.cache.get("", self.trial_key(shapes, compensated, **more), run)
+        fidelity = None if reference is None else Fidelity(found["kl"], found["agrees"])
+        return Losses(found["nats"]), fidelity
+
+    def trial_key(self, shapes: Shapes, compensated: bool, **more: Any) -> dict[str, Any]:
+        """The cache key of a trial; without shapes, of the source."""
         by_index = {index: str(shape) for index, shape in sorted(shapes.items())}
-        how = {"shapes": by_index, "compensated": compensated, "measured": split.sha256}
-        key = self.store.key("trial", self.blocks[0], **how)
-        return Losses(self.context.cache.get("", key, run)["nats"])
+        how = {"shapes": by_index, "compensated": compensated, "measured": self.text.selection.sha256, **more}
+        return self.store.key("trial", self.blocks[0], **how)
 
     def fit_modules(self, shapes: Shapes, compensated: bool) -> dict[int, Replacement]:
         """The modules of a plan. Compensated fits take a pass over the text, so those of the last plan are kept."""

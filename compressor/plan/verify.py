@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from compressor.evaluate.budget import Limits, format_budgets, text_prefix
+from compressor.evaluate.budget import compute_limits, format_budgets
 from compressor.evaluate.evaluator import Evaluator, Measured
-from compressor.evaluate.perplexity import Losses, PerplexityChange
 from compressor.evaluate.tasks import Scores, TaskChange, find_lost_documents, split_documents
 from compressor.patch.tree import identify_patched, patched
 from compressor.plan.search import Plan, Planner
 from compressor.plan.shapes import Shapes, list_shapes
+from compressor.plan.shares import Share, largest_share, list_shares
 from compressor.runtime.errors import BudgetError
 
 MOST_VERIFICATIONS = 5  # looks at the verification text
@@ -42,7 +42,7 @@ def search_and_verify(planner: Planner, evaluator: Evaluator, source: Measured) 
     task's documents, and the other half decides, more strictly each time. BudgetError when nothing is left.
     """
     model = planner.model
-    plan, losses, looks = search_text(planner, evaluator, source.losses)
+    plan, measured, looks = search_text(planner, evaluator, source)
     limited = [name for name, limit in evaluator.limits.items() if limit is not None]
     task_looks = 0
     while True:
@@ -61,7 +61,7 @@ def search_and_verify(planner: Planner, evaluator: Evaluator, source: Measured) 
             if not broken:
                 with patched(model, planner.blocks, plan.fits):
                     continuations = evaluator.write_continuations(model, "compressed", identity)
-                measured = Measured(losses, scores, continuations)
+                measured = replace(measured, scores=scores, continuations=continuations)
                 return VerifiedPlan(plan, measured, looks, dict.fromkeys(limited, task_looks))
         missed = task_refusal(evaluator, drops, broken, plan.shapes)
         index = find_worst_block(planner, evaluator, plan, suspects, source.scores, scores)
@@ -71,35 +71,39 @@ def search_and_verify(planner: Planner, evaluator: Evaluator, source: Measured) 
             if smaller is None:
                 raise missed
             plan, looks = smaller, looks + 1
-            losses = measure_plan(planner, evaluator, plan)
-            texts = evaluator.compare_texts(source.losses, losses)
-            if share_used(planner.limits, texts) <= 1:
+            measured = measure_plan(planner, evaluator, plan, source)
+            shares = measure_shares(evaluator, source, measured)
+            if largest_share(shares).used <= 1:
                 break
             # Rare: the smaller plan costs a text more. The block that costs texts most goes back too.
-            missed = text_refusal(evaluator, texts, plan.shapes)
+            missed = text_refusal(evaluator, shares, plan.shapes)
             index = max(plan.shapes, key=lambda index: planner.space.damages[index].linear)
 
 
-def measure_plan(planner: Planner, evaluator: Evaluator, plan: Plan) -> Losses:
-    """The losses of a plan on the verification text."""
+def measure_plan(planner: Planner, evaluator: Evaluator, plan: Plan, source: Measured) -> Measured:
+    """The losses of a plan on the verification text, and its fidelity to the source."""
     identity = identify_patched(planner.model, plan.fits)
     with patched(planner.model, planner.blocks, plan.fits):
-        return evaluator.measure_losses(planner.model, "verify", identity)
+        return evaluator.measure_texts(planner.model, "verify", identity, source)
 
 
-def share_used(limits: Limits, texts: Mapping[str, PerplexityChange]) -> float:
-    """The share of the budget that the upper end of the interval uses, on the text where it uses most."""
-    return max(change.upper / limits.allowed[name] for name, change in texts.items())
+def measure_shares(evaluator: Evaluator, before: Measured, after: Measured) -> list[Share]:
+    """The share of every budget that the upper end of its interval uses, on the verification text."""
+    texts = evaluator.compare_texts(before.losses, after.losses)
+    baselines = {name: change.baseline for name, change in texts.items()}
+    limits = compute_limits(evaluator.budgets, baselines, evaluator.max_kl)
+    return list_shares(limits, texts, evaluator.compare_fidelity(after))
 
 
-def search_text(planner: Planner, evaluator: Evaluator, source: Losses) -> tuple[Plan, Losses, int]:
-    """The largest plan inside the budgets of all verification texts, its losses there, and how many plans were tried.
+def search_text(planner: Planner, evaluator: Evaluator, source: Measured) -> tuple[Plan, Measured, int]:
+    """The largest plan inside the budgets of all verification texts, what was measured of it there, and how many plans
+    were tried.
 
     After a plan that is over the budget, the search runs again with a smaller budget; after one that leaves much of it,
     with a larger one.
     """
-    say, limits = planner.progress.say, planner.limits
-    best: tuple[Plan, Losses] | None = None
+    say = planner.progress.say
+    best: tuple[Plan, Measured] | None = None
     refusal: BudgetError | None = None
     budget_factor, refused, ceiling, looks = 1.0, math.inf, math.inf, 0
     while looks < MOST_VERIFICATIONS:
@@ -112,21 +116,19 @@ def search_text(planner: Planner, evaluator: Evaluator, source: Losses) -> tuple
         if best is not None and planner.count_saved(plan) <= planner.count_saved(best[0]):
             break
         looks += 1
-        losses = measure_plan(planner, evaluator, plan)
-        texts = evaluator.compare_texts(source, losses)
-        used = share_used(limits, texts)
-        ends = "; ".join(
-            f"{text_prefix(n)}upper end {c.upper:+.3f} of {limits.allowed[n]:.3f}" for n, c in texts.items()
-        )
+        measured = measure_plan(planner, evaluator, plan, source)
+        shares = measure_shares(evaluator, source, measured)
+        used = largest_share(shares).used
+        ends = "; ".join(share.end for share in shares)
         if used > 1:
             say(f"  verification text refuses it: {ends}")
             # Refused again, the selection text is no guide: what is predicted shrinks by as much as is over the budget.
             ceiling = plan.predicted * (0.99 if refusal is None else max(0.5, AIMED_SHARE / used))
-            refusal = text_refusal(evaluator, texts, plan.shapes)
+            refusal = text_refusal(evaluator, shares, plan.shapes)
             refused, budget_factor = min(refused, budget_factor), budget_factor * AIMED_SHARE / used
         else:
             say(f"  verification text holds: {ends}")
-            best = (plan, losses)
+            best = (plan, measured)
             if used >= WELL_USED:
                 break
             # Between what held and what was refused, and not too far ahead where a plan costs next to nothing.
@@ -177,24 +179,20 @@ def find_worst_block(
 
 def refuse_over_budget(evaluator: Evaluator, before: Measured, after: Measured, shapes: Shapes) -> None:
     """BudgetError when a given plan is not inside the budgets."""
-    texts = evaluator.compare_texts(before.losses, after.losses)
-    if any(c.upper > evaluator.budgets[name].allowed_rise(c.baseline) for name, c in texts.items()):
-        raise text_refusal(evaluator, texts, shapes)
+    shares = measure_shares(evaluator, before, after)
+    if largest_share(shares).used > 1:
+        raise text_refusal(evaluator, shares, shapes)
     drops = evaluator.compare_tasks(before.scores, after.scores)
     broken = find_broken_tasks(evaluator, drops)
     if broken:
         raise task_refusal(evaluator, drops, broken, shapes)
 
 
-def text_refusal(evaluator: Evaluator, texts: Mapping[str, PerplexityChange], shapes: Shapes) -> BudgetError:
-    """The error for a plan that costs a text too much; it names the text that is furthest over its budget."""
-    allowed = {name: evaluator.budgets[name].allowed_rise(c.baseline) for name, c in texts.items()}
-    name = max(texts, key=lambda name: texts[name].upper / allowed[name])
-    change = texts[name]
+def text_refusal(evaluator: Evaluator, shares: list[Share], shapes: Shapes) -> BudgetError:
+    """The error for a plan that costs a text too much; it names the text and the budget that are furthest over."""
     return BudgetError(
-        f"the budget {format_budgets(evaluator.budgets)} is missed on the verification text: closest was block "
-        f"{list_shapes(shapes)} with {text_prefix(name)}ΔPPL {change.delta:+.3f} (upper end {change.upper:+.3f}, "
-        f"allowed {allowed[name]:+.3f}; windows of {change.seq_len} tokens); nothing written"
+        f"the budget {format_budgets(evaluator.budgets, evaluator.max_kl)} is missed on the verification text: closest "
+        f"was block {list_shapes(shapes)} with {largest_share(shares).figure}; nothing written"
     )
 
 

@@ -3,14 +3,17 @@ to know: what it is, what was measured, how to load it, what changed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from huggingface_hub import ModelCardData
 
 from compressor.report.card_metadata import clean_name, list_problems, list_scores, name_text, remove_markup, text_words
 from compressor.report.export_record import ExportRecord
+from compressor.report.fidelity import format_nats
 from compressor.report.formats import SAME_SPEED, last_part, name_replacement, name_verdict, ratio_interval
 from compressor.report.record import Record, SavedRecord
 from compressor.report.record_parts import Block, SavedBlock, Source, Speed, TextResult, present
-from compressor.report.tables import task_row, text_row
+from compressor.report.tables import fidelity_rows, task_row, text_row
 from compressor.runtime.card_rules import carry_over
 from compressor.runtime.errors import visible
 from compressor.runtime.names import UNNAMED
@@ -111,9 +114,10 @@ def opening_section(record: Record | SavedRecord) -> list[str]:
     if isinstance(record, Record):
         size = record.parameters
         changes = "; ".join(change_of(name, text) for name, text in record.text_results().items())
+        nearness = f" {record.fidelity}." if record.fidelity else ""
         lines.append(
             f"**{present(size.removed_fraction):.1%} of the parameters are gone** ({present(size.before):,} → "
-            f"{present(size.after):,}), and {changes}.\n"
+            f"{present(size.after):,}), and {changes}.{nearness}\n"
         )
     return lines
 
@@ -131,6 +135,7 @@ def measured_section(record: Record | SavedRecord) -> list[str]:
     rows = [text_row(name, text) for name, text in texts.items()]
     if list(texts) == [UNNAMED]:
         rows[0][0] = "perplexity"
+    rows += fidelity_table_rows(texts)
     rows += [task_row(name, task) for name, task in record.tasks.items()]
     counts = [f"{present(size.before):,}", f"{present(size.after):,}", f"−{present(size.removed_fraction):.2%}"]
     rows.append(["parameters", *counts])
@@ -138,17 +143,42 @@ def measured_section(record: Record | SavedRecord) -> list[str]:
     table = ["| | source | compressed | change | 95 % interval | limit | |", "|---|---:|---:|---:|---|---:|---|"]
     table += [f"| {' | '.join([escape(row[0]), *row[1:]])} {'| ' * (7 - len(row))}|" for row in rows]
     confidence = present(record.budget).confidence
-    budgets = "".join(f"- {budget_line(name, text, confidence)}\n" for name, text in texts.items())
+    budgets = "".join(f"- {line}\n" for name, text in texts.items() for line in budget_lines(name, text, confidence))
     return ["## Measured\n", "\n".join(table) + "\n", budgets, provenance_line(record)]
 
 
-def budget_line(name: str, text: TextResult, confidence: float) -> str:
+def budget_lines(name: str, text: TextResult, confidence: float) -> list[str]:
+    """What was allowed on a text, and whether what was measured is inside."""
     on = "" if name == UNNAMED else f" on {escape(name)}"
     end = f"the upper end of the rise at {confidence:.0%}" if confidence else "the rise"
-    return (
-        f"Budget: perplexity{on} may rise by {text.max_dppl:.3f} at most ({escape(text.asked)} was asked for); "
-        f"{end} is {text.delta_upper:+.3f}, {'inside' if text.passed else 'OUTSIDE'}."
-    )
+    lines = []
+    if text.max_dppl is not None:
+        lines.append(
+            f"Budget: perplexity{on} may rise by {text.max_dppl:.3f} at most ({escape(text.asked)} was asked for); "
+            f"{end} is {text.delta_upper:+.3f}, {'inside' if text.passed else 'OUTSIDE'}."
+        )
+    found = text.fidelity
+    if found is not None and found.max_kl is not None:
+        end = f"the upper end at {confidence:.0%}" if confidence else "it"
+        lines.append(
+            f"Budget: the KL divergence from the source{on} may be {found.max_kl:g} nats per token at most; {end} is "
+            f"{format_nats(found.kl_upper)}, {'inside' if found.passed else 'OUTSIDE'}."
+        )
+    return lines
+
+
+def fidelity_table_rows(texts: Mapping[str, TextResult]) -> list[list[str]]:
+    """Fidelity as rows of the table of measurements; that of the only text needs no name."""
+    rows = []
+    for name, text in texts.items():
+        on = "" if name == UNNAMED else f" {name}"
+        for row, label in zip(
+            fidelity_rows(name, text.fidelity),
+            (f"KL from the source{on}, nats per token", f"top-1 agreement{on}"),
+            strict=False,
+        ):
+            rows.append([label, *row[1:]])
+    return rows
 
 
 def provenance_line(record: Record) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
+from compressor.report.fidelity import Fidelity, format_ends, format_shares
 from compressor.report.formats import last_part
 from compressor.report.record import Record, SavedRecord
 from compressor.report.record_parts import present
@@ -65,15 +66,26 @@ def text_scores(record: Record) -> Iterator[tuple[Dataset, Metrics]]:
     words = text_words(record)
     for name, text in record.text_results().items():
         low, high = text.delta_ci95
-        yield (
-            describe_dataset(words.get(name, []), name),
-            [
-                ("perplexity", text.compressed, f"perplexity, windows of {text.seq_len} tokens"),
-                ("source_perplexity", text.baseline, "perplexity of the source model"),
-                ("perplexity_rise", text.delta, f"rise in perplexity (95 % interval {low:+.4f} … {high:+.4f})"),
-                ("perplexity_rise_upper", text.delta_upper, f"{end}; the budget is {text.max_dppl:+.4f}"),
-            ],
-        )
+        budget = "" if text.max_dppl is None else f"; the budget is {text.max_dppl:+.4f}"
+        metrics: Metrics = [
+            ("perplexity", text.compressed, f"perplexity, windows of {text.seq_len} tokens"),
+            ("source_perplexity", text.baseline, "perplexity of the source model"),
+            ("perplexity_rise", text.delta, f"rise in perplexity (95 % interval {low:+.4f} … {high:+.4f})"),
+            ("perplexity_rise_upper", text.delta_upper, f"{end}{budget}"),
+        ]
+        yield describe_dataset(words.get(name, []), name), [*metrics, *fidelity_scores(text.fidelity)]
+
+
+def fidelity_scores(found: Fidelity | None) -> Metrics:
+    """The divergence from the source and the agreement with it, where they were measured."""
+    if found is None:
+        return []
+    nats = f"KL divergence from the source, nats per token (95 % interval {format_ends(found.kl_ci95)})"
+    agreement = (
+        "share of tokens where it finds the same one most likely as the source (95 % interval "
+        f"{format_shares(found.top1_agreement_ci95)})"
+    )
+    return [("kl_divergence", found.kl, nats), ("top1_agreement", found.top1_agreement, agreement)]
 
 
 def task_scores(record: Record) -> Iterator[tuple[Dataset, Metrics]]:

@@ -35,6 +35,7 @@ from compressor.report.chart_style import (
     write,
 )
 from compressor.report.chart_style import draw as draw
+from compressor.report.fidelity import Fidelity, format_nats, format_share
 from compressor.report.formats import interval, last_part, name_verdict, num, percent
 from compressor.report.linearity_charts import (
     FEW,
@@ -131,16 +132,23 @@ def budgets(record: Record) -> Chart | None:
     texts = [
         describe_text(name, result, result.max_dppl, result.passed) for name, result in record.text_results().items()
     ]
+    divergences = [
+        describe_divergence(name, result.fidelity) for name, result in record.text_results().items() if result.fidelity
+    ]
     tasks = []
     for name, task in record.tasks.items():
         figures = f"{num(task.source)} → {num(task.compressed)}"
         ends: Row = {"value": task.drop, "low": task.drop_ci95[0], "high": task.drop_ci95[1], "budget": task.max_drop}
         note = f"{name} {task.metric}: {figures}\n{num(task.documents)} documents, {num(task.changed)} answers changed"
         tasks.append({"name": f"{name}, {task.metric}: {figures}", "state": state(task.passed), "note": note, **ends})
-    seen = [word for word in STATES if any(row["state"] == word for row in (*texts, *tasks))]
+    seen = [word for word in STATES if any(row["state"] == word for row in (*texts, *divergences, *tasks))]
     panels = [
         draw_ranges(rows, axis, seen)
-        for rows, axis in ((texts, "rise in perplexity"), (tasks, "change of the score for the worse"))
+        for rows, axis in (
+            (texts, "rise in perplexity"),
+            (divergences, "KL from the source, nats per token"),
+            (tasks, "change of the score for the worse"),
+        )
         if rows
     ]
     if not panels:
@@ -151,7 +159,9 @@ def budgets(record: Record) -> Chart | None:
     if record.budget and record.budget.confidence:
         caption += f"The upper end at {percent(record.budget.confidence, 0)} confidence must be left of it. "
     caption += f"{num(tokens)} predicted tokens in windows of {windows or 'unknown length'}."
-    description = "change of perplexity and of tasks with intervals, against the budgets"
+    description = (
+        "change of perplexity, divergence from the source and change of tasks with intervals, against the budgets"
+    )
     drawing = alt.vconcat(*panels, spacing=18).resolve_scale(x="independent", y="independent", color="shared")
     return finish("budgets", "Measured against the budgets", caption, description, drawing)
 
@@ -160,12 +170,19 @@ def state(passed: bool | None) -> str:
     return UNASKED if passed is None else INSIDE if passed else OUTSIDE
 
 
-def describe_text(name: str, change: PerplexityChange, limit: float, passed: bool) -> Row:
+def describe_text(name: str, change: PerplexityChange, limit: float | None, passed: bool | None) -> Row:
     figures = f"{num(change.baseline)} → {num(change.compressed)}"
     note = f"perplexity of {name}: {figures}\n{num(change.delta, '+')} ({interval(change.delta_ci95)})"
-    note += f", budget {num(limit, '+')}"
+    note += f", budget {num(limit, '+')}" if limit is not None else ""
     ends: Row = {"value": change.delta, "low": change.delta_ci95[0], "high": change.delta_ci95[1], "budget": limit}
     return {"name": f"perplexity, {name}: {figures}", "state": state(passed), "note": note, **ends}
+
+
+def describe_divergence(name: str, found: Fidelity) -> Row:
+    note = f"{name}: {found}" + (f"\nbudget {format_nats(found.max_kl)}" if found.max_kl is not None else "")
+    ends: Row = {"value": found.kl, "low": found.kl_ci95[0], "high": found.kl_ci95[1], "budget": found.max_kl}
+    label = f"KL, {name}: {format_nats(found.kl)}; {format_share(found.top1_agreement)} % of top tokens agree"
+    return {"name": label, "state": state(found.passed), "note": note, **ends}
 
 
 def draw_ranges(rows: Sequence[Row], axis: str, seen: Sequence[str]) -> alt.LayerChart:

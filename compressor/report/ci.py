@@ -33,6 +33,8 @@ def junit(record: Record) -> str:
             ElementTree.SubElement(case, "system-out").text = message
         else:
             ElementTree.SubElement(case, "failure", {"message": message, "type": "budget"}).text = message
+    if record.fidelity:
+        ElementTree.SubElement(suite, "system-out").text = str(record.fidelity)
     if record.warnings:
         ElementTree.SubElement(suite, "system-err").text = remove_controls("\n".join(record.warnings))
     ElementTree.indent(root)
@@ -51,6 +53,8 @@ def summary(record: Record) -> str:
         verdict = "passed" if check.passed else "**FAILED**"
         figures = f"{figure(check.measured)} | {figure(check.limit)}"
         lines.append(f"| {escape(check.name)} | {figures} | {verdict} | {escape(check.detail)} |")
+    if record.fidelity:
+        lines += ["", f"{record.fidelity}."]
     lines += ["", *(f"- warning: {escape(warning)}" for warning in record.warnings)]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -20,6 +20,7 @@ from markupsafe import Markup
 
 from compressor.report.chart_style import DARK, VEGA_LITE, Chart
 from compressor.report.charts import charts_of
+from compressor.report.fidelity import format_nats, say_agreement
 from compressor.report.formats import (
     MISSING,
     SAME_SPEED,
@@ -59,10 +60,10 @@ class Promise:
     name: str
     passed: bool | None
     source: float | None = None
-    compressed: float | None = None
+    compressed: float | str | None = None
     change: float | None = None
-    ends: Sequence[float] | None = None
-    limit: float | None = None
+    ends: Sequence[float | str] | None = None
+    limit: float | str | None = None
     note: str = ""
 
 
@@ -217,7 +218,8 @@ def headline(record: Record) -> Answer:
     gone = record.parameters.removed_fraction
     said = "No measurement is recorded" if gone is None else f"{percent(gone, 2)} of the parameters are gone"
     loss, good = say_cost(record)
-    sentences = [f"{said}{loss}."]
+    nearness, near = say_fidelity(record)
+    sentences, good = [f"{said}{loss}.", *nearness], good and near
     failed = [check.name for check in record.checks if not check.passed]
     if failed or record.passed is False:
         good = False
@@ -235,10 +237,28 @@ def say_cost(record: Record) -> tuple[str, bool]:
     said = f"; perplexity {'falls' if change.delta < 0 else 'rises'} by {num(abs(change.delta))} "
     said += f"(95 % interval {interval(change.delta_ci95)})"
     if len(texts) > 1:
+        if record.budget.max_dppl is None:
+            return said, True
         outside = ", ".join(name for name, text in texts.items() if not text.passed)
         return f"{said}, {f'OUTSIDE the budget of {outside}' if outside else 'inside each budget'}", not outside
-    inside = is_number(change.delta_upper) and change.delta_upper <= record.budget.max_dppl
-    return f"{said}, {'inside' if inside else 'OUTSIDE'} the budget of {num(record.budget.max_dppl, '+')}", inside
+    limit = record.budget.max_dppl
+    if limit is None:
+        return said, True
+    inside = is_number(change.delta_upper) and change.delta_upper <= limit
+    return f"{said}, {'inside' if inside else 'OUTSIDE'} the budget of {num(limit, '+')}", inside
+
+
+def say_fidelity(record: Record) -> tuple[list[str], bool]:
+    """How near its predictions are to its source's, in a sentence, and whether that was allowed."""
+    if record.fidelity is None:
+        return [], True
+    said, limit = str(record.fidelity), record.budget.max_kl if record.budget else None
+    if limit is None:
+        return [f"{said}."], True
+    outside = [name for name, text in record.texts.items() if text.fidelity and text.fidelity.passed is False]
+    where = f" on {', '.join(outside)}" if len(record.texts) > 1 and outside else ""
+    held = f"{'OUTSIDE' if outside else 'inside'} the KL budget of {format_nats(limit)}{where}"
+    return [f"{said}, {held}."], not outside
 
 
 def list_promises(record: Record) -> list[Promise]:
@@ -251,6 +271,17 @@ def list_promises(record: Record) -> list[Promise]:
             + (f"; about {text.about}" if text.about else ""),
         )
         for name, text in record.text_results().items()
+    ]
+    promises += [
+        Promise(
+            *(f"kl {name}", text.fidelity.passed),
+            compressed=format_nats(text.fidelity.kl),
+            ends=[format_nats(end) for end in text.fidelity.kl_ci95],
+            limit=None if text.fidelity.max_kl is None else format_nats(text.fidelity.max_kl),
+            note=f"KL from the source in nats per token; {say_agreement(text.fidelity)}",
+        )
+        for name, text in record.text_results().items()
+        if text.fidelity
     ]
     promises += [
         Promise(

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, model_validator
 
 import compressor
+from compressor.report.fidelity import Fidelity
 from compressor.report.record_parts import (
     Agreement,
     Block,
@@ -91,6 +92,7 @@ class Record(Versioned):
     figures: list[str] = Field(default_factory=list)
     # the compressed model against its source
     perplexity: PerplexityChange | None = None
+    fidelity: Fidelity | None = None
     texts: dict[str, TextResult] = Field(default_factory=dict)
     tasks: dict[str, TaskResult] = Field(default_factory=dict)
     generation: Generation | None = None
@@ -124,7 +126,8 @@ class Record(Versioned):
         """Every text against its budget; an older record of one text has its figures at the top alone."""
         if self.texts or self.perplexity is None or self.budget is None:
             return self.texts
-        passed = self.perplexity.delta_upper <= self.budget.max_dppl
+        limit = self.budget.max_dppl
+        passed = None if limit is None else self.perplexity.delta_upper <= limit
         budget = self.budget.model_dump(include={"max_dppl", "asked"})
         return {UNNAMED: TextResult(**self.perplexity.model_dump(), **budget, passed=passed)}
 

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
-# JSON has no word for a number that is not finite: it is written as null, and null is read as "not a number".
-Figure = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
-Interval = Annotated[tuple[Figure, Figure], Field(strict=False)]
-Count = Annotated[int, Field(ge=0)]
+from compressor.report.fidelity import Fidelity
+from compressor.report.part import Count as Count
+from compressor.report.part import Figure, Interval
+from compressor.report.part import Part as Part
+from compressor.report.part import present as present
+
 Verdict = Literal["safe", "costly", "unsafe"]
-Value = TypeVar("Value")
-
-
-class Part(BaseModel):
-    """A part of a record: fixed once made, strict about types."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, protected_namespaces=())
-
-    def to_json_value(self) -> dict[str, Any]:
-        """The part as plain values under the keys of its file; what was never set has no key."""
-        return self.model_dump(exclude_unset=True, by_alias=True)
-
-
-def present(value: Value | None) -> Value:
-    """A value that records of this kind always have, though others may lack it."""
-    if value is None:
-        raise ValueError("the record lacks a part that is to be shown")
-    return value
 
 
 class Tool(Part):
@@ -102,6 +86,7 @@ class PerplexityChange(Part):
     unit: Literal["window", "document"] = "window"  # what was resampled
     units: Count | None = None
     documents: Count | None = None
+    fidelity: Fidelity | None = None
 
 
 class Trial(PerplexityChange):
@@ -285,19 +270,21 @@ class CorpusPair(Part):
 
 
 class Budget(Part):
-    """What was asked for, word for word, and the rise in perplexity that it allows; of several texts the smallest."""
+    """What was asked for, word for word, and the rise in perplexity that it allows; of several texts the smallest, None
+    where perplexity has no limit."""
 
-    max_dppl: Figure
+    max_dppl: Figure | None
     asked: str
+    max_kl: Figure | None = None
     confidence: Annotated[float, Field(ge=0, lt=1)]
 
 
 class TextResult(PerplexityChange):
-    """One text against its budget."""
+    """One text against its budget; without a limit both `max_dppl` and `passed` are None."""
 
-    max_dppl: Figure
+    max_dppl: Figure | None
     asked: str
-    passed: bool
+    passed: bool | None
     sha256: str = ""
     about: str = ""  # which text the promise is about
 

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text as Styled
 
 from compressor.report.export_record import ExportRecord, PushRecord
+from compressor.report.fidelity import Fidelity, format_ends, format_nats, format_share, format_shares
 from compressor.report.formats import (
     MISSING,
     SAME_SPEED,
@@ -84,17 +85,30 @@ def parameters_line(parameters: Parameters) -> str:
 
 
 def text_lines(record: Record) -> list[str]:
-    """Two lines per text: its perplexity and its budget."""
+    """Some lines per text: its perplexity, its budget and, where it was measured, its fidelity."""
     confidence = present(record.budget).confidence
     end = f"upper end at {confidence:.0%}" if confidence else "point estimate"
     lines = []
     for name, text in record.text_results().items():
-        held = "inside" if text.delta_upper <= text.max_dppl else "OUTSIDE"
-        budget = f"budget +{text.max_dppl:.3f} ({text.asked}): {held} ({end} {text.delta_upper:+.3f})"
+        if text.max_dppl is None:
+            budget = "budget: perplexity has no limit"
+        else:
+            held = "inside" if text.delta_upper <= text.max_dppl else "OUTSIDE"
+            budget = f"budget +{text.max_dppl:.3f} ({text.asked}): {held} ({end} {text.delta_upper:+.3f})"
         about = f"; about {text.about}" if text.about else ""
         prefix = "" if name == UNNAMED else f"{name}: "
         lines += [prefix + perplexity_line(text), prefix + budget + about]
+        if text.fidelity is not None:
+            lines.append(prefix + fidelity_line(text.fidelity, end))
     return lines
+
+
+def fidelity_line(found: Fidelity, end: str) -> str:
+    """How near the predictions are to the source's, and the budget for that, if there is one."""
+    if found.max_kl is None:
+        return str(found)
+    held = "inside" if found.passed else "OUTSIDE"
+    return f"{found}; budget {found.max_kl:g}: {held} ({end} {format_nats(found.kl_upper)})"
 
 
 def task_lines(record: Record) -> list[str]:
@@ -144,6 +158,7 @@ def check_table(record: Record) -> Table:
     for name in ("check", "source", "compressed", "change", "95 % interval", "limit", "verdict"):
         table.add_column(name, justify="left" if name in ("check", "verdict") else "right", overflow="fold")
     rows = [text_row(name, text) for name, text in record.texts.items()]
+    rows += [row for name, text in record.texts.items() for row in fidelity_rows(name, text.fidelity)]
     rows += [task_row(name, task) for name, task in record.tasks.items()]
     rows += [baseline_row(check) for check in record.checks if check.name.startswith("baseline ")]
     for row in rows:
@@ -158,8 +173,21 @@ def name_outcome(passed: bool | None) -> str:
 def text_row(name: str, text: TextResult) -> list[str]:
     low, high = text.delta_ci95
     figures = f"{text.baseline:.3f}", f"{text.compressed:.3f}", f"{text.delta:+.3f}"
-    limit = f"{text.max_dppl:+.3f}"
+    limit = MISSING if text.max_dppl is None else f"{text.max_dppl:+.3f}"
     return [f"perplexity {name}", *figures, f"{low:+.3f} … {high:+.3f}", limit, name_outcome(text.passed)]
+
+
+def fidelity_rows(name: str, found: Fidelity | None) -> list[list[str]]:
+    """The divergence from the source and the agreement with it; none where they were not measured."""
+    if found is None:
+        return []
+    limit, agreement = (
+        MISSING if found.max_kl is None else f"{found.max_kl:g}",
+        f"{format_share(found.top1_agreement)} %",
+    )
+    nats = [f"kl {name} (nats per token)", "", format_nats(found.kl), "", format_ends(found.kl_ci95), limit]
+    share = [f"top-1 agreement {name}", "", agreement, "", format_shares(found.top1_agreement_ci95), MISSING]
+    return [[*nats, name_outcome(found.passed)], [*share, name_outcome(None)]]
 
 
 def task_row(name: str, task: TaskResult) -> list[str]:
@@ -180,6 +208,7 @@ def baseline_row(check: Check) -> list[str]:
 
 def plan_lines(record: Record, file: Path) -> list[str]:
     selection = [f"selection {name}: {perplexity_line(change)}" for name, change in record.selection.items()]
+    selection += [f"selection {name}: {text.fidelity}" for name, text in record.selection.items() if text.fidelity]
     size = parameters_line(record.parameters)
     return [*notes(record), *warning_lines(record), *agreement_lines(record), *selection, size, f"plan: {file}"]
 

@@ -17,6 +17,7 @@ from compressor.evaluate.budget import Budget, compute_limits
 from compressor.evaluate.evaluator import Evaluator, Measured
 from compressor.evaluate.tasks import Task
 from compressor.plan import verify
+from compressor.plan.shares import Share
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import BudgetError
 from compressor.runtime.progress import Progress
@@ -45,12 +46,15 @@ class Plans:
 
 
 def look(planner: Plans, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
-    monkeypatch.setattr(verify, "measure_plan", lambda _, __, plan: plan.used)
+    monkeypatch.setattr(verify, "measure_plan", lambda _, __, plan, ___: SimpleNamespace(losses=plan.used))
     nats = LIMITS.nats["text"]
     evaluator: Any = SimpleNamespace(
-        compare_texts=lambda _, used: {"text": change(math.log1p(used * math.expm1(nats)))}, budgets=LIMITS.budgets
+        compare_texts=lambda _, used: {"text": change(math.log1p(used * math.expm1(nats)))},
+        compare_fidelity=lambda _: {},
+        budgets=LIMITS.budgets,
+        max_kl=None,
     )
-    plan, _, looks = verify.search_text(planner, evaluator, None)  # type: ignore[arg-type]
+    plan, _, looks = verify.search_text(planner, evaluator, SimpleNamespace(losses=None))  # type: ignore[arg-type]
     return plan, looks
 
 
@@ -127,9 +131,10 @@ def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = SimpleNamespace(shapes=whole, fits=whole)
     monkeypatch.setattr(verify, "patched", nothing)
     monkeypatch.setattr(verify, "identify_patched", lambda _, fits: {"replaced": {str(i): 1 for i in fits}})
-    monkeypatch.setattr(verify, "search_text", lambda *_: (plan, None, 1))
-    monkeypatch.setattr(verify, "measure_plan", lambda *_: None)
-    monkeypatch.setattr(verify, "share_used", lambda *_: 0.0)
+    measured = Measured(None, {}, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(verify, "search_text", lambda *_: (plan, measured, 1))
+    monkeypatch.setattr(verify, "measure_plan", lambda *_: measured)
+    monkeypatch.setattr(verify, "measure_shares", lambda *_: [Share(0.0, "", "")])
 
 
 def decide(lost_by: Tensor, limit: float) -> verify.VerifiedPlan:
