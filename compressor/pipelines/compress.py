@@ -33,16 +33,16 @@ def run(recipe: Recipe, context: RunContext) -> Record:
     """The whole job. BudgetError, and nothing written, when no plan holds on the verification text and the tasks."""
     recipe.require_budget()
     with reserved_out(recipe, context) as out:
-        job = open_job(recipe, context)
+        job = open_job(recipe, context, with_choices=True)
         require_room(job, out)
         evaluator = job.evaluator()
 
         profile = measure(job.model, job.text, job.context)
         source = evaluator.measure(job.model, "source", identify(job.model))
         limits = compute_limits(evaluator.budgets, evaluator.perplexities(source.losses))
-        space = prepare_search(job.model, job.text, job.context)
+        space = prepare_search(job.model, job.text, job.context, job.choices)
         study = study_blocks(job, profile, space.damages, limits.nats)
-        planner = Planner(space, limits, study.verdicts, objective=job.recipe.objective)
+        planner = Planner(space, limits, study.verdicts, objective=job.recipe.objective, profile=profile)
         verified = search_and_verify(planner, evaluator, source)
 
         record = describe_profile(job.model, job.tokenizer, job.text, profile, study)
