@@ -190,6 +190,8 @@ def calibrate(
             points[name].append(measure_point(candidate, rises[part]))
     calibrations = {name: Calibration(of_text) for name, of_text in points.items()}
     for name, calibration in calibrations.items():
+        if math.isnan(calibration.correlation):
+            continue
         where = f" on text {name}" if len(parts) > 1 else ""
         context.progress.say(
             f"predicted against measured Δloss of {len(calibration.points)} blocks{where}: "
