@@ -35,7 +35,7 @@ from compressor.pipelines.job import Job, open_job
 from compressor.pipelines.recipe import resolve
 from compressor.plan.calibration import Calibration, rank_correlation
 from compressor.plan.choices import Choices, Signal
-from compressor.plan.frontier import Growth, grow_plans, lower_hull, weigh_blocks
+from compressor.plan.frontier import Growth, grow_plans, lower_hull
 from compressor.plan.search import Planner, SearchSpace, prepare_search
 from compressor.runtime.cache import Cache, default_directory
 from compressor.runtime.context import RunContext
@@ -75,9 +75,7 @@ class Bench:
         """The plans of one order, from the smallest to the largest."""
         if guarded:
             return planner.growing_plans()
-        unexplained = planner.unexplained
-        weights = None if unexplained is None else weigh_blocks(unexplained, planner.candidates)
-        return grow_plans([lower_hull(row) for row in planner.usable_candidates], weights)
+        return grow_plans([lower_hull(row) for row in planner.usable_candidates], planner.block_weights)
 
     def removed(self, space: SearchSpace, order: str, budget: Budget, *, guarded: bool) -> tuple[float, float]:
         """The share of the parameters that goes within the budget, and the rise that was measured with it."""

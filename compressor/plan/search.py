@@ -147,10 +147,14 @@ class Planner:
         rows = [[c for c in row if c.damage <= most] for row in self.usable_candidates]
         return [row for row in rows if row]
 
+    @property
+    def block_weights(self) -> dict[int, float] | None:
+        """How many times a block's damage counts where blocks are put in order; None: once."""
+        return None if self.unexplained is None else weigh_blocks(self.unexplained, self.candidates)
+
     def growing_plans(self) -> list[Growth]:
         """Plans from the smallest to the largest, each with its predicted damage."""
-        weights = None if self.unexplained is None else weigh_blocks(self.unexplained, self.candidates)
-        return grow_plans([lower_hull(row) for row in self.affordable_candidates], weights)
+        return grow_plans([lower_hull(row) for row in self.affordable_candidates], self.block_weights)
 
     def budget_share(self, trial: Trial, budget_factor: float) -> float:
         """The share of `budget_factor` times the budget that a trial uses, on the text where it uses most.
@@ -204,8 +208,10 @@ class Planner:
             self.compensation = compensation
             best = self.best_trial(budget_factor, ceiling)
         if best is None:
+            weights = self.block_weights or {}
             mildest = [min(row, key=lambda c: c.damage) for row in self.usable_candidates]
-            for single in [c for c in sorted(mildest, key=lambda c: c.damage) if c.damage < ceiling][:3]:
+            mildest.sort(key=lambda c: weights.get(c.index, 1.0) * c.damage)
+            for single in [c for c in mildest if c.damage < ceiling][:3]:
                 self.runner.attempt({single.index: single.shape}, single.damage)
             best = self.best_trial(budget_factor, ceiling)
         if best is None:

@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,6 +251,19 @@ def test_a_search_by_another_signal_stops_on_its_own_order() -> None:
     planner = make_planner(space, profile, {"text": Budget.parse("3%", confidence=0)}, objective="size")
     plan = planner.search()
     assert plan.shapes in [shapes for shapes, _ in planner.growing_plans()]
+
+
+def test_single_blocks_too_are_tried_in_the_order_of_the_signal() -> None:
+    """Every block costs far more than the budget, so blocks are tried alone at last, and again in this order."""
+    damages = {(0, Shape(500)): 3e-3, (1, Shape(500)): 1e-3, (2, Shape(500)): 2e-3}
+    planner = planner_of(SimulatedRunner(dict.fromkeys(damages, 10.0)), damages, limits_of("0.1"))
+    space = replace(planner.space, choices=Choices(rank_by="r2"))
+    blocks = [SimpleNamespace(block=SimpleNamespace(index=k), r2_lin=r2) for k, r2 in enumerate((0.9, 0.2, 0.5))]
+    profile: Any = SimpleNamespace(blocks=blocks)
+    planner = Planner(space, planner.limits, planner.verdicts, objective="size", profile=profile)
+    with pytest.raises(BudgetError):
+        planner.search()
+    assert [next(iter(trial.shapes)) for trial in planner.runner.trials() if len(trial.shapes) == 1] == [0, 2, 1]
 
 
 def test_an_unsafe_block_stays_whatever_its_r2() -> None:
