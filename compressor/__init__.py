@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from compressor.measure.profile import measure
     from compressor.models.load import load_model as load
     from compressor.pipelines.outputs import save
+    from compressor.plan.choices import Choices
     from compressor.plan.search import apply, plan
     from compressor.plan.shapes import Shape
     from compressor.runtime.context import RunContext
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Choices",
     "RunContext",
     "Shape",
     "__version__",
@@ -51,6 +53,7 @@ register_when_transformers_loads()
 offer(
     __name__,
     {
+        "Choices": "plan.choices",
         "RunContext": "runtime.context",
         "Shape": "plan.shapes",
         "apply": "plan.search",

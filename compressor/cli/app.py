@@ -94,10 +94,10 @@ def start(options: RunOptions) -> RunContext:
 def run(values: Values, options: RunOptions) -> None:
     """The whole job; `compress MODEL …` is short for `compress run MODEL …`."""
     refuse_early(values["model"], values, options.recipe_file, options.trust_remote_code)
+    settings = recipe.resolve(options.recipe_file, values)
     from compressor.pipelines import compress
     from compressor.report import summary, tables
 
-    settings = recipe.resolve(options.recipe_file, values)
     record = compress.run(settings, start(options))
     lines = [*summary.finding_lines(record), *tables.result_lines(record)]
     emit(record, options.as_json, lines, tables.block_table(record))
@@ -137,10 +137,10 @@ def plan(
 ) -> None:
     """Measure and search: write plan.json, touch no weights. Several budgets (--max-dppl 0.5 1 2) give the frontier."""
     refuse_early(values["model"], values)
+    settings = recipe.resolve(options.recipe_file, values)
     from compressor.pipelines import plan
     from compressor.report import tables
 
-    settings = recipe.resolve(options.recipe_file, values)
     record = plan.run(settings, plan_out, start(options))
     if record.frontier:
         emit(record, options.as_json, tables.frontier_lines(record, plan_out), tables.frontier_table(record))

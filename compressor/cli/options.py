@@ -38,6 +38,7 @@ class RunOptions:
 
 TOKENS = ("seq_len", "calib_tokens", "select_tokens", "verify_tokens", "document_separator")
 TASKS = ("tasks", "max_task_drop", "task_path", "task_limit", "generate", "prompts")
+CHOICES = ("kinds", "blocks", "skip", "rank_by")
 PROBES = ("swap", "swap_tokens", "probe", "probe_steps", "cross")
 MACHINE = ("device", "dtype", "low_memory")
 RUN = ("cache", "no_cache", "trust_remote_code", "as_json", "debug")
@@ -46,7 +47,7 @@ RUN = ("cache", "no_cache", "trust_remote_code", "as_json", "debug")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": (
         *("model", "max_dppl", "max_kl", "out", "text", "recipe_file", "overwrite", "confidence", "objective"),
-        *(*TOKENS, *TASKS, *PROBES, "batch_size", "seed", *MACHINE, "revision", *RUN),
+        *(*CHOICES, *TOKENS, *TASKS, *PROBES, "batch_size", "seed", *MACHINE, "revision", *RUN),
     ),
     "profile": (
         *("models", "out", "overwrite", "text", "recipe_file"),
@@ -54,7 +55,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "plan": (
         *("model", "max_dppl", "max_kl", "plan_out", "text", "recipe_file", "confidence", "objective"),
-        *(*TOKENS, "batch_size", "seed", *MACHINE, "revision", *RUN),
+        *(*CHOICES, *TOKENS, "batch_size", "seed", *MACHINE, "revision", *RUN),
     ),
     "apply": (
         *("model", "plan_file", "out", "overwrite", "max_dppl", "max_kl", "confidence"),

@@ -34,7 +34,7 @@ def run(recipe: Recipe, context: RunContext) -> Record:
     """The whole job. BudgetError, and nothing written, when no plan holds on the verification text and the tasks."""
     recipe.require_budget()
     with reserved_out(recipe, context) as out:
-        job = open_job(recipe, context)
+        job = open_job(recipe, context, with_choices=True)
         require_room(job, out)
         evaluator = job.evaluator()
 
@@ -43,9 +43,9 @@ def run(recipe: Recipe, context: RunContext) -> Record:
         source = evaluator.measure(job.model, "source", identify(job.model))
         limits = compute_limits(evaluator.budgets, evaluator.perplexities(source.losses), recipe.max_kl)
         with_kl = recipe.max_kl is not None
-        space = prepare_search(job.model, job.text, job.context, store=store, fidelity=with_kl)
+        space = prepare_search(job.model, job.text, job.context, job.choices, store=store, fidelity=with_kl)
         study = study_blocks(job, profile, space.damages, limits.least)
-        planner = Planner(space, limits, study.verdicts, objective=job.recipe.objective)
+        planner = Planner(space, limits, study.verdicts, objective=job.recipe.objective, profile=profile)
         verified = search_and_verify(planner, evaluator, source)
 
         record = describe_profile(job.model, job.tokenizer, job.text, profile, study)

@@ -27,6 +27,7 @@ from compressor.models.neurons import find_neurons
 from compressor.models.source import context_length, source_of, stored_dtype
 from compressor.patch.checkpoint import count_parameters, refuse_foreign_code
 from compressor.pipelines.recipe import Recipe
+from compressor.plan.choices import ANYTHING, Choices
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
@@ -53,6 +54,7 @@ class Job:
     context: RunContext
     began: float
     other: tuple[Any, Text] | None = None  # the model of --cross, and the same text in its tokens
+    choices: Choices = ANYTHING
 
     def evaluator(self) -> Evaluator:
         return make_evaluator(self.recipe, self.model, self.tokenizer, self.text, self.tasks, self.context)
@@ -72,8 +74,11 @@ def context_for(recipe: Recipe, context: RunContext) -> RunContext:
     return replace(context, batch_size=recipe.batch_size, seed=recipe.seed, confidence=recipe.confidence)
 
 
-def open_job(recipe: Recipe, context: RunContext, *, with_tasks: bool = True) -> Job:
-    """Load tasks, model and text, or say in one line what is wrong with any of them."""
+def open_job(recipe: Recipe, context: RunContext, *, with_tasks: bool = True, with_choices: bool = False) -> Job:
+    """Load tasks, model and text, or say in one line what is wrong with any of them.
+
+    `with_choices`: a search follows, so what the recipe says may change is looked for in the model.
+    """
     began = time.perf_counter()
     context = context_for(recipe, context)
     model_name = recipe.model
@@ -87,7 +92,9 @@ def open_job(recipe: Recipe, context: RunContext, *, with_tasks: bool = True) ->
         revision=recipe.revision,
         **placing(recipe, context),
     )
-    check_layers(model, find_blocks(model))  # an unsupported family is refused before any text is read
+    blocks = find_blocks(model)
+    choices = recipe.choices(len(blocks)) if with_choices else ANYTHING
+    check_layers(model, blocks)  # an unsupported family is refused before any text is read
     refuse_foreign_code(model)
     for task in tasks:
         find_prefix_token(model, tokenizer, task)  # a task that this tokenizer cannot do is refused here
@@ -98,7 +105,7 @@ def open_job(recipe: Recipe, context: RunContext, *, with_tasks: bool = True) ->
     advise_windows(text, context)
     other_recipe = recipe.model_copy(update={"calib_tokens": asked})
     crossed = (other[0], open_text(other_recipe, *other, context.progress)[0]) if other else None
-    return Job(model, tokenizer, text, tasks, recipe, context, began, crossed)
+    return Job(model, tokenizer, text, tasks, recipe, context, began, crossed, choices)
 
 
 def advise_batches(text: Text, context: RunContext) -> None:

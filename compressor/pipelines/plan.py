@@ -34,14 +34,14 @@ def run(recipe: Recipe, out: Path, context: RunContext) -> Record:
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise InputError(f"--out {out} cannot be written; name a file in an existing directory, such as plan.json")
     budgets = recipe.several_budgets()
-    job = open_job(recipe.model_copy(update={"max_dppl": budgets[0] or None}), context)
+    job = open_job(recipe.model_copy(update={"max_dppl": budgets[0] or None}), context, with_choices=True)
     evaluator = job.evaluator()
 
     store = open_store(job.model, job.text, job.context)
     profile = measure(job.model, job.text, job.context, beside=[store.collector()], states=store.states)
     perplexities = evaluator.perplexities(evaluator.measure_losses(job.model, "verify", identify(job.model)))
     with_kl = recipe.max_kl is not None
-    space = prepare_search(job.model, job.text, job.context, store=store, fidelity=with_kl)
+    space = prepare_search(job.model, job.text, job.context, job.choices, store=store, fidelity=with_kl)
     searches = []
     for words in budgets:
         asked = parse_budgets(words or None, job.text.counts, job.recipe.confidence)
@@ -74,7 +74,8 @@ class Search:
     def find(self) -> Plan:
         """The largest plan that leaves room for the verification's noise; BudgetError when nothing fits."""
         objective = self.job.recipe.objective
-        return Planner(self.space, self.limits, self.verdicts, objective=objective, room=ROOM).search()
+        planner = Planner(self.space, self.limits, self.verdicts, objective=objective, room=ROOM, profile=self.profile)
+        return planner.search()
 
     def describe(self) -> Record:
         """The record before the search."""

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+)
 
 from compressor.evaluate.budget import Budget, parse_budgets, parse_divergence, parse_task_drop
+from compressor.plan.choices import BlockRange, Choices, Signal, check_kind, resolve_choices
+from compressor.plan.shapes import KINDS
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS, split_name
 from compressor.runtime.safe_files import parse_yaml, read_named
@@ -48,6 +60,14 @@ def split_commas(value: Any) -> Any:
     return [name for word in words for name in (part.strip() for part in word.split(",")) if name]
 
 
+def as_choices(value: Any) -> Any:
+    """The parts between commas, of a word, a number or a list of them; empty parts too, which no option takes."""
+    words = [str(word) if is_number(word) else word for word in as_list(value)]
+    if not all(isinstance(word, str) for word in words):
+        return value
+    return [part.strip() for word in words for part in word.split(",")]
+
+
 def check_each(words: list[str] | None, parse: Callable[[str], object]) -> list[str] | None:
     """The words as they are, when the value of each can be read."""
     try:
@@ -68,6 +88,7 @@ def as_divergence(value: Any) -> Any:
 
 UNRECORDED = ("out", "overwrite", "device", "batch_size")  # keys that do not determine the result
 Words = Annotated[list[str], BeforeValidator(as_words), Field(min_length=1)]
+ChoiceWords = Annotated[list[str], BeforeValidator(as_choices), Field(min_length=1)]
 Amounts = Annotated[list[str], BeforeValidator(as_amounts), Field(min_length=1)]
 
 
@@ -98,6 +119,16 @@ class Recipe(BaseModel):
     objective: Literal["speed", "size"] = Field(
         default="speed",
         description="speed: nothing that runs slower than what it replaces; size: the fewest parameters",
+    )
+    kinds: ChoiceWords | None = Field(
+        default=None, description=f"what a block may become, by commas: {','.join(KINDS)}  [all]"
+    )
+    blocks: ChoiceWords | None = Field(default=None, description="blocks that may be replaced: 0-3,7  [all]")
+    skip: ChoiceWords | None = Field(default=None, description="blocks that may not: 11, or 0,28-29  [none]")
+    rank_by: Signal = Field(
+        default="damage",
+        description="which blocks go first, per parameter: damage (predicted), r2 (by R²_lin), stream (by "
+        "stream-weighted R²)",
     )
     text: Words | None = Field(
         default=None,
@@ -161,6 +192,16 @@ class Recipe(BaseModel):
     def budgets_are_sound(cls, words: list[str] | None) -> list[str] | None:
         return check_each(words, Budget.parse)
 
+    @field_validator("kinds")
+    @classmethod
+    def kinds_are_known(cls, words: list[str] | None) -> list[str] | None:
+        return check_each(words, check_kind)
+
+    @field_validator("blocks", "skip")
+    @classmethod
+    def blocks_are_sound(cls, words: list[str] | None, info: ValidationInfo) -> list[str] | None:
+        return check_each(words, partial(BlockRange.parse, f"--{info.field_name}"))
+
     @field_validator("max_task_drop")
     @classmethod
     def drops_are_sound(cls, words: list[str] | None) -> list[str] | None:
@@ -191,6 +232,10 @@ class Recipe(BaseModel):
                 "--max-dppl is missing: say how much perplexity may rise, such as --max-dppl 1.0 or 2%; or how far it "
                 "may move from its source, such as --max-kl 0.02"
             )
+
+    def choices(self, blocks: int) -> Choices:
+        """What may change in a model with this many blocks."""
+        return resolve_choices(blocks, kinds=self.kinds, only=self.blocks, skip=self.skip, rank_by=self.rank_by)
 
     def settings(self) -> dict[str, Any]:
         """The keys that determine the result, without where it goes."""

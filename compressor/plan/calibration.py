@@ -1,14 +1,14 @@
 """Calibration of the predictions: in every block, the measured cost of one replacement compared with the predicted one.
 
-One block at a time is replaced by half of its neurons, or by a linear map where its neurons are not known. The forward
-pass begins at the block, since nothing before it changes. Where measurement and prediction differ, the block's other
-predictions are corrected. Every text is measured by itself.
+One block at a time is replaced by half of its neurons, or by a linear map where its neurons are not known or may not be
+kept. The forward pass begins at the block, since nothing before it changes. Where measurement and prediction differ,
+the block's other predictions are corrected. Every text is measured by itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,9 +18,11 @@ from torch import Tensor
 from compressor.evaluate.intervals import student_quantile
 from compressor.measure.swap import SingleBlockTrials, spread_windows
 from compressor.plan.candidates import BlockCandidates
+from compressor.plan.choices import ANYTHING, Choices
 from compressor.plan.fit import Fitter
 from compressor.plan.frontier import Candidate
 from compressor.plan.moments_store import MomentsStore
+from compressor.plan.shapes import KINDS
 from compressor.runtime.cache import Tensors
 from compressor.runtime.errors import NumericsError
 
@@ -132,25 +134,31 @@ def rank_correlation(first: list[float], second: list[float]) -> float:
     return float(spearmanr(first, second).statistic)
 
 
-def typical_candidate(of_block: BlockCandidates) -> Candidate:
-    """The candidate that a block is tried with: the one nearest to half of its neurons, or the linear map."""
-    pruned = [c for c in of_block.candidates if c.shape.kind == "pruned"]
-    if of_block.neurons is None or not pruned:
-        return next(c for c in of_block.candidates if c.shape.kind == "linear")
-    half = of_block.neurons.count / 2
-    return min(pruned, key=lambda c: abs(c.shape.neurons - half))
+def typical_candidate(of_block: BlockCandidates, kinds: Collection[str] = KINDS) -> Candidate | None:
+    """The candidate of these kinds that a block is tried with: the one nearest to half of its neurons, the linear map
+    or the middle one of the low ranks, else one with neurons and a linear part, else the bias."""
+    half = of_block.neurons.count / 2 if of_block.neurons else 0
+    for kind in (kind for kind in ("pruned", "linear", "lowrank", "hybrid", "bias") if kind in kinds):
+        found = sorted((c for c in of_block.candidates if c.shape.kind == kind), key=lambda c: c.saved)
+        if found and kind in ("pruned", "hybrid"):
+            return min(found, key=lambda c: abs(c.shape.neurons - half))
+        if found:
+            return found[len(found) // 2]
+    return None
 
 
 def calibrate(
-    store: MomentsStore, candidates: Mapping[int, BlockCandidates], fitter: Fitter
+    store: MomentsStore, candidates: Mapping[int, BlockCandidates], fitter: Fitter, choices: Choices = ANYTHING
 ) -> tuple[dict[str, Calibration], list[Candidate]]:
-    """Measure a typical replacement in every block alone, on some selection windows of every text.
+    """Measure a typical replacement in every block that may change alone, on some selection windows of every text.
 
     Also returned are the candidates whose activations or weights overflowed.
     """
     text, context = store.text, store.context
     split, parts = spread_windows(text, TRIAL_TOKENS)
-    chosen = {index: typical_candidate(of_block) for index, of_block in sorted(candidates.items())}
+    allowed = {index: of_block for index, of_block in sorted(candidates.items()) if choices.allows_block(index)}
+    typical = {index: typical_candidate(of_block, choices.kinds) for index, of_block in allowed.items()}
+    chosen = {index: candidate for index, candidate in typical.items() if candidate is not None}
     trials = SingleBlockTrials(store.model, store.blocks, split.windows, context)
     before: list[Tensor] = []  # the windows' losses in the source, measured when the first block needs them
 
@@ -182,6 +190,8 @@ def calibrate(
             points[name].append(measure_point(candidate, rises[part]))
     calibrations = {name: Calibration(of_text) for name, of_text in points.items()}
     for name, calibration in calibrations.items():
+        if math.isnan(calibration.correlation):
+            continue
         where = f" on text {name}" if len(parts) > 1 else ""
         context.progress.say(
             f"predicted against measured Δloss of {len(calibration.points)} blocks{where}: "

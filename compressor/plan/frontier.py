@@ -27,6 +27,7 @@ RANK_SHARES = (
 MOST_TRIALS = 7
 CLOSE_ENOUGH = 0.92  # of the budget: a plan that uses this much is not made larger
 DEAR = 4.0  # times its predicted cost, from which on a step is believed to cost what was measured
+LEAST_DAMAGE = 1e-12  # nats per token, to divide by: a loss-free linear map has none
 WELL_USED = 0.8  # of the budget: with a plan that uses this much, no more than `MOST_TRIALS` are tried
 
 
@@ -74,18 +75,20 @@ def is_convex(hull: list[Candidate], candidate: Candidate) -> bool:
     )
 
 
-def grow_plans(hulls: list[list[Candidate]]) -> list[Growth]:
+def grow_plans(hulls: list[list[Candidate]], weights: Mapping[int, float] | None = None) -> list[Growth]:
     """Plans from the smallest to the largest, each with its predicted damage.
 
     Each plan is the one before it and the next step along some block's hull, the cheapest damage per parameter first.
+    With `weights`, the damage of a block counts as many times as its weight says where steps are put in order, and
+    there alone.
     """
     steps: list[tuple[float, Candidate, float]] = []
     for hull in hulls:
         saved, damage = 0, 0.0
         for candidate in hull:
-            steps.append(
-                ((candidate.damage - damage) / (candidate.saved - saved), candidate, candidate.damage - damage)
-            )
+            weight = weights[candidate.index] if weights else 1.0
+            more = candidate.damage - damage
+            steps.append((weight * more / (candidate.saved - saved), candidate, more))
             saved, damage = candidate.saved, candidate.damage
     plans: list[Growth] = []
     shapes: dict[int, Shape] = {}
@@ -95,6 +98,20 @@ def grow_plans(hulls: list[list[Candidate]]) -> list[Growth]:
         total += more
         plans.append((shapes, total))
     return plans
+
+
+def weigh_blocks(unexplained: Mapping[int, float], candidates: Mapping[int, list[Candidate]]) -> dict[int, float]:
+    """The weights with which a block's linear map costs what it leaves unexplained of the block's output, 1 − R².
+
+    The block's other shapes follow in proportion to their predicted damage. Where the damage of the linear map is not
+    known, the dearest shape stands for it.
+    """
+    weights = dict.fromkeys(unexplained, 1.0)
+    for index, row in candidates.items():
+        if row:
+            whole = max(row, key=lambda c: (c.shape == Shape(None), c.damage))
+            weights[index] = unexplained[index] / max(whole.damage, LEAST_DAMAGE)
+    return weights
 
 
 def find_largest_plan(

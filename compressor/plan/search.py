@@ -20,6 +20,7 @@ from compressor.models.blocks import find_blocks
 from compressor.patch.tree import patch
 from compressor.plan.calibration import Calibration, binding_calibration, calibrate, correct_predictions
 from compressor.plan.candidates import BlockCandidates
+from compressor.plan.choices import ANYTHING, Choices
 from compressor.plan.fit import Fitter
 from compressor.plan.frontier import (
     CLOSE_ENOUGH,
@@ -33,6 +34,7 @@ from compressor.plan.frontier import (
     grow_plans,
     lower_hull,
     predicted_rise,
+    weigh_blocks,
 )
 from compressor.plan.mild import find_mild_candidates, standard_error
 from compressor.plan.moments_store import MomentsStore, open_store
@@ -68,16 +70,23 @@ class Plan:
 @dataclass(frozen=True)
 class SearchSpace:
     """What searches on a model and a text have in common, whatever their budget: the candidates of every block, how
-    well their predictions hold on each text, and the runner that tries plans."""
+    well their predictions hold on each text, the runner that tries plans, and what may change."""
 
     candidates: Mapping[int, BlockCandidates]
     damages: dict[int, Damage]  # of every block's linear map
     calibrations: dict[str, Calibration]
     runner: TrialRunner
+    choices: Choices = ANYTHING
 
 
 def prepare_search(
-    model: Any, text: Text, context: RunContext, *, store: MomentsStore | None = None, fidelity: bool = False
+    model: Any,
+    text: Text,
+    context: RunContext,
+    choices: Choices = ANYTHING,
+    *,
+    store: MomentsStore | None = None,
+    fidelity: bool = False,
 ) -> SearchSpace:
     """Survey the candidates of every block, then check their predictions by trials of single blocks.
 
@@ -87,18 +96,19 @@ def prepare_search(
     store = store or open_store(model, text, context)
     candidates = store.candidates()
     fitter = Fitter(store, candidates)
-    calibrations, overflowing = calibrate(store, candidates, fitter)
+    calibrations, overflowing = calibrate(store, candidates, fitter, choices)
     damages = {index: of_block.damage for index, of_block in candidates.items()}
     runner = TrialRunner(store, candidates, fitter, fidelity=fidelity)
     runner.leave_out((candidate.index, candidate.shape) for candidate in overflowing)
-    return SearchSpace(candidates, damages, calibrations, runner)
+    return SearchSpace(candidates, damages, calibrations, runner, choices)
 
 
 class Planner:
     """Searches for the plan that saves most within the limits. Another search on the same space reuses its trials.
 
     `room` is left for the noise of a verification that looks once: as many standard errors of the difference between
-    the selection and the verification text. A search that is followed by several looks needs none.
+    the selection and the verification text. A search that is followed by several looks needs none. The `profile` is
+    needed only where the blocks are ordered by R².
     """
 
     def __init__(
@@ -109,9 +119,12 @@ class Planner:
         *,
         objective: str = "speed",
         room: float = 0.0,
+        profile: Profile | None = None,
     ) -> None:
         self.space, self.limits, self.verdicts = space, limits, verdicts
         self.objective, self.room = objective, room
+        self.choices = space.choices
+        self.unexplained = space.choices.unexplained(profile)  # by every block's linear map, where that orders blocks
         self.runner = space.runner
         assert limits.kl is None or self.runner.fidelity, "trials for a limit of KL must measure it"
         self.model, self.blocks = self.runner.model, self.runner.blocks
@@ -125,20 +138,22 @@ class Planner:
         self.candidates = corrected | {index: [] for index in self.unsafe}  # with predictions for the smallest limit
 
     def admit_mild_forms(self) -> None:
-        """Allow the mild forms of unsafe blocks that cost what was predicted, once."""
-        if not self.mild_tried:
-            for index in self.unsafe:
+        """Allow the mild forms of unsafe blocks that cost what was predicted, once. Only damage says which of them cost
+        little: where blocks are ordered by another signal, unsafe ones stay as they are."""
+        if not self.mild_tried and self.unexplained is None and "pruned" in self.choices.kinds:
+            for index in filter(self.choices.allows_block, self.unsafe):
                 self.candidates[index] = find_mild_candidates(self.space.candidates[index], self.runner, self.limits)
         self.mild_tried = True
 
     @property
     def usable_candidates(self) -> list[list[Candidate]]:
         """The candidates that may be chosen and save parameters, block by block."""
-        left_out = self.runner.overflowing
-        usable = [
-            [c for c in row if c.saved > 0 and c.shape not in self.banned and (c.index, c.shape) not in left_out]
-            for row in self.candidates.values()
-        ]
+
+        def is_usable(c: Candidate) -> bool:
+            left_out = c.shape in self.banned or (c.index, c.shape) in self.runner.overflowing
+            return c.saved > 0 and not left_out and self.choices.allows(c.index, c.shape)
+
+        usable = [[c for c in row if is_usable(c)] for row in self.candidates.values()]
         return [row for row in usable if row]
 
     @property
@@ -148,9 +163,14 @@ class Planner:
         rows = [[c for c in row if c.damage <= most] for row in self.usable_candidates]
         return [row for row in rows if row]
 
+    @property
+    def block_weights(self) -> dict[int, float] | None:
+        """How many times a block's damage counts where blocks are put in order; None: once."""
+        return None if self.unexplained is None else weigh_blocks(self.unexplained, self.candidates)
+
     def growing_plans(self) -> list[Growth]:
         """Plans from the smallest to the largest, each with its predicted damage."""
-        return grow_plans([lower_hull(row) for row in self.affordable_candidates])
+        return grow_plans([lower_hull(row) for row in self.affordable_candidates], self.block_weights)
 
     def budget_share(self, trial: Trial, budget_factor: float) -> float:
         """The share of `budget_factor` times the budget that a trial uses, on the text where it uses most.
@@ -211,8 +231,10 @@ class Planner:
             self.compensation = compensation
             best = self.best_trial(budget_factor, ceiling)
         if best is None:
+            weights = self.block_weights or {}
             mildest = [min(row, key=lambda c: c.damage) for row in self.usable_candidates]
-            for single in [c for c in sorted(mildest, key=lambda c: c.damage) if c.damage < ceiling][:3]:
+            mildest.sort(key=lambda c: weights.get(c.index, 1.0) * c.damage)
+            for single in [c for c in mildest if c.damage < ceiling][:3]:
                 self.runner.attempt({single.index: single.shape}, single.damage)
             best = self.best_trial(budget_factor, ceiling)
         if best is None:
@@ -263,9 +285,11 @@ class Planner:
                     continue
             if best is None:
                 return None
-            shapes, predicted = self.enlarge(*plans[best], budget_factor, ceiling)
-            if not self.ban_slow_shapes(shapes):
-                return shapes, predicted
+            expected: tuple[Shapes, float] = plans[best]
+            if self.unexplained is None:  # what goes further is picked by damage
+                expected = self.enlarge(*expected, budget_factor, ceiling)
+            if not self.ban_slow_shapes(expected[0]):
+                return expected
 
     def believe_step(self, plans: list[Growth], step: int, costs: Mapping[int, Cost]) -> None:
         """Add what a step of the growing plans cost beyond its prediction to its block's candidates from that one on.
@@ -379,7 +403,8 @@ class Planner:
         measured = [trial for trial in self.runner.trials() if not trial.overflows]
         if not measured:
             tried = "all that were tried overflow" if self.runner.tried else "none saves parameters"
-            reason = "every block is unsafe to touch" if len(self.unsafe) == len(self.blocks) else tried
+            untouchable = all(index in self.unsafe for index in self.candidates if self.choices.allows_block(index))
+            reason = "every block is unsafe to touch" if untouchable else tried
             return f"no replacement fits the budget {self.limits}: {reason}; nothing written"
         closest = min(measured, key=lambda trial: self.budget_share(trial, 1.0))
         dearest = largest_share(list_shares(self.limits, closest.changes, closest.fidelity))
@@ -408,7 +433,7 @@ def make_planner(
     baselines = {name: losses.part(part).perplexity for name, part in text.parts("verification").items()}
     limits = compute_limits(budgets, baselines, max_kl)
     verdicts = judge_all(profile, space.damages, limits.smallest, {})
-    return Planner(space, limits, verdicts, objective=objective, room=room)
+    return Planner(space, limits, verdicts, objective=objective, room=room, profile=profile)
 
 
 def plan(
@@ -419,19 +444,22 @@ def plan(
     max_dppl: str | float | Mapping[str, str | float] | None = None,
     max_kl: float | None = None,
     objective: str = "speed",
+    choices: Choices = ANYTHING,
     context: RunContext | None = None,
 ) -> Plan:
-    """Search for the largest plan inside the budget: a rise in perplexity, a divergence from the source, or both.
+    """Search for the largest plan inside the budget (a rise in perplexity, a divergence from the source, or both), of
+    what `choices` allow.
 
     The model is left as it was; BudgetError when nothing fits.
     """
     context = context or RunContext()
+    choices.refuse_unknown(len(find_blocks(model)))
     if max_dppl is None and max_kl is None:
         raise InputError("no budget: give max_dppl, such as 1.0 or '2%', or max_kl, such as 0.02")
     words = [f"{k}={v}" for k, v in max_dppl.items()] if isinstance(max_dppl, Mapping) else [str(max_dppl)]
     budgets = parse_budgets(None if max_dppl is None else words, text.counts, context.confidence)
     kl = None if max_kl is None else parse_divergence(max_kl)
-    space = prepare_search(model, text, context, fidelity=kl is not None)
+    space = prepare_search(model, text, context, choices, fidelity=kl is not None)
     return make_planner(space, profile, budgets, max_kl=kl, objective=objective, room=ROOM).search()
 
 

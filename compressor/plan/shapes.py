@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+KINDS = ("linear", "lowrank", "pruned", "hybrid", "bias")
+
 
 @dataclass(frozen=True)
 class Shape:

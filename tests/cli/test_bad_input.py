@@ -236,6 +236,33 @@ def test_unusable_value(whole: Refused, option: str, value: str, says: str) -> N
     assert says in whole(f"{option}={value}")
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--kinds", "cubic", "--kinds cubic is not known; use linear, lowrank, pruned, hybrid, bias"),
+        ("--kinds", "linear,", "--kinds '' is not known; use linear, lowrank, pruned, hybrid, bias"),
+        ("--kinds", "Linear", "--kinds Linear is not known"),
+        ("--blocks", "3", "--blocks 3: the model has blocks 0 to 2"),
+        ("--blocks", "0-99", "--blocks 0-99: the model has blocks 0 to 2"),
+        ("--skip", "1,7", "--skip 7: the model has blocks 0 to 2"),
+        ("--skip", "0-2", "--blocks and --skip leave no block to replace; the model has blocks 0 to 2"),
+        ("--blocks", "2-1", "--blocks 2-1 is a range that ends before it begins; try --blocks 1-2"),
+        ("--blocks", "-1", "--blocks takes numbers of blocks and ranges, got '-1'; try --blocks 0-3,7"),
+        ("--blocks", "", "--blocks takes numbers of blocks and ranges, got ''"),
+        ("--skip", "0,,1", "--skip takes numbers of blocks and ranges, got ''"),
+        ("--skip", "first", "--skip takes numbers of blocks and ranges, got 'first'"),
+        ("--rank-by", "luck", "rank_by: Input should be 'damage', 'r2' or 'stream', got 'luck'"),
+    ],
+)
+def test_unusable_choice(whole: Refused, option: str, value: str, says: str) -> None:
+    """Refused before the text is looked at, which is not there."""
+    assert says in whole(f"{option}={value}", "--text", "nowhere.txt")
+
+
+def test_choices_that_leave_nothing(whole: Refused) -> None:
+    assert "leave no block to replace" in whole("--blocks", "0", "--blocks", "2", "--skip", "0-1,2")
+
+
 def test_unknown_option(whole: Refused) -> None:
     message = whole("--max-ddpl", "1")
     assert "--max-ddpl" in message
@@ -312,6 +339,8 @@ def test_plan_out_is_not_writable(refused: Refused, models: Path, options: list[
         ),
         ("text: {a: 1}\n", ["text"]),
         ("batch_size: true\n", ["batch_size"]),
+        ("kinds: cubic\nblocks: -1\n", ["--kinds cubic is not known", "--blocks takes numbers", "got '-1'"]),
+        ("blocks: []\nskip: true\nrank_by: 2\n", ["blocks: ", "skip: ", "rank_by: "]),
     ],
 )
 def test_unusable_recipe(

@@ -74,3 +74,17 @@ def test_help_imports_no_torch(command: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_a_bad_value_is_refused_before_torch_is_imported(command: str) -> None:
+    code = (
+        "import sys, compressor.cli\n"
+        f"sys.argv = ['compress', {command!r}, 'demo', '--max-dppl', '1', '--out', 'out', '--kinds', 'cubic']\n"
+        "try: compressor.cli.main()\n"
+        "except SystemExit as end: assert end.code == 2, end.code\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stderr.splitlines()[-1].startswith("error: options: --kinds cubic is not known"), done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -55,3 +55,19 @@ def test_the_main_command(compress: Compress, tmp_path: Path) -> None:
     assert checked.code == 0, checked.err
     again = json.loads(checked.out)["perplexity"]
     assert again["delta"] == pytest.approx(record["perplexity"]["delta"], rel=1e-3)
+
+
+@pytest.mark.parametrize("objective", ["speed", "size"])
+def test_a_block_becomes_an_eighth_of_itself_without_neurons(
+    compress: Compress, tmp_path: Path, objective: str
+) -> None:
+    """A full linear map is 7.97 times as small, for its bias, so that a low rank must be chosen."""
+    out = tmp_path / "demo-lin"
+    asked = ["--kinds", "linear,lowrank", "--max-dppl", "1.0", "--objective", objective]
+    done = compress("demo", *asked, "--out", out, *LESS, "--no-swap")
+    assert done.code == 0, done.err
+    record = json.loads((out / "compression.json").read_text())
+    replaced = [block for block in record["blocks"] if block["replacement"]["kind"] != "keep"]
+    assert {block["replacement"]["kind"] for block in replaced} <= {"linear", "lowrank"}
+    assert max(block["params_before"] / block["params_after"] for block in replaced) >= 8
+    assert record["perplexity"]["delta_upper"] <= 1.0

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from compressor.evaluate.budget import Budget, parse_task_drops
 from compressor.pipelines.recipe import Recipe, dump, resolve
+from compressor.plan.choices import Choices
 from compressor.runtime.errors import InputError
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -118,6 +119,17 @@ def test_one_budget_or_several(tmp_path: Path) -> None:
         resolve(None, {"max_dppl": ["wiki=1", "wiki=2"]}).budgets(["wiki"])
 
 
+def test_choices_are_words_numbers_or_lists_of_them(tmp_path: Path) -> None:
+    file = write(tmp_path, "kinds: linear, lowrank\nblocks: [0, 2-3]\nskip: 3\nrank_by: r2\n")
+    recipe = resolve(file, {})
+    assert (recipe.kinds, recipe.blocks, recipe.skip) == (["linear", "lowrank"], ["0", "2-3"], ["3"])
+    choices = recipe.choices(7)
+    assert (choices.kinds, choices.blocks, choices.rank_by) == ({"linear", "lowrank"}, {0, 2}, "r2")
+    assert resolve(write(tmp_path, dump(recipe, "header")), {}) == recipe
+    assert resolve(file, {"blocks": ["5,6"]}).choices(7).blocks == {5, 6}
+    assert Recipe().choices(7) == Choices()
+
+
 def test_a_plain_budget_is_that_of_all_texts_without_their_own() -> None:
     recipe = resolve(None, {"max_dppl": ["1", "code=3"]})
     assert {name: b.amount for name, b in recipe.budgets(["wiki", "code"]).items()} == {"wiki": 1, "code": 3}
@@ -210,6 +222,11 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
         {"confidence": float("nan")},
         {"max_dppl": True},
         {"text": []},
+        {"kinds": []},
+        {"kinds": {"linear": 1}},
+        {"blocks": 0.5},
+        {"skip": [True]},
+        {"rank_by": "luck"},
     ],
     ids=str,
 )
@@ -222,7 +239,7 @@ def test_wrong_type(values: dict[str, Any]) -> None:
 
 def test_recipes_that_ship() -> None:
     files = sorted(RECIPES.glob("*.yaml"))
-    assert {file.stem for file in files} >= {"gpt2", "pythia-160m", "llama-160m", "smollm2-135m", "demo"}
+    assert {file.stem for file in files} >= {"gpt2", "gpt2-paper", "pythia-160m", "llama-160m", "smollm2-135m", "demo"}
     for file in files:
         recipe = resolve(file, {})
         assert recipe.budgets(["text"])["text"].amount > 0, file.name
@@ -230,6 +247,16 @@ def test_recipes_that_ship() -> None:
         assert recipe.seq_len, file.name
         how = next(line for line in file.read_text(encoding="utf-8").splitlines() if f"recipes/{file.name}" in line)
         assert recipe.model or how.split("compress ")[1].startswith("./"), "it must say how the model is named"
+
+
+def test_the_recipe_of_the_paper_asks_for_one_linear_map() -> None:
+    recipe = resolve(RECIPES / "gpt2-paper.yaml", {})
+    choices = recipe.choices(12)
+    assert (choices.kinds, choices.blocks) == ({"linear"}, {0})
+    usual = resolve(RECIPES / "gpt2.yaml", {})
+    for key in ("model", "text", "seq_len", "calib_tokens", "select_tokens", "verify_tokens"):
+        assert getattr(recipe, key) == getattr(usual, key)
+    assert recipe.budgets(["text"])["text"].amount > 0.77
 
 
 def test_a_mistake_is_told_where_it_was_made(tmp_path: Path) -> None:
