@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -21,16 +21,16 @@ from torch import Tensor, nn
 
 from compressor.evaluate import perplexity
 from compressor.evaluate.intervals import divergence_interval, share_interval
-from compressor.evaluate.perplexity import Losses, evaluate, resampled_documents
+from compressor.evaluate.perplexity import Losses, evaluate, limit_batch_size, resampled_documents
 from compressor.models.blocks import find_blocks, hidden_states_of
 from compressor.models.calls import passing_through
 from compressor.models.layer_check import check_layers
 from compressor.models.offload import device_of, disk_weights_of
-from compressor.models.residual import process_key
+from compressor.models.residual import Stream, process_key
 from compressor.models.spool import TensorSpool
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
-from compressor.text import Split
+from compressor.text import Split, batches
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,21 @@ class Reference:
     layers: list[nn.Module]
     tuple_length: int  # how many values a layer returns in a tuple; 0: a bare tensor
     states: Sequence[Tensor]
+    logits: Sequence[Tensor] = ()  # of all batches, where they are kept
+
+    def with_logits(self, windows: Tensor, batch_size: int) -> Reference:
+        """The same with the logits of all windows in memory, if they are few: many models are compared with them."""
+        own = distributed.own_share(batches(windows, limit_batch_size(self.model, windows.shape[1], batch_size)))
+        vocabulary = self.model.get_output_embeddings().weight.shape[0]
+        if 4 * windows.numel() * vocabulary > perplexity.LOGITS_BYTES:
+            return self
+        with torch.no_grad():
+            return replace(self, logits=[self.compute_logits(number, batch) for number, batch in enumerate(own)])
 
     def compute_logits(self, number: int, batch: Tensor) -> Tensor:
         """The source's logits of a batch; `number` is its place among those of this process."""
+        if self.logits:
+            return self.logits[number]
         state = self.states[number]
         assert state.shape[:2] == batch.shape, "the compressed model is measured in other batches than its source"
         device = device_of(self.model)
@@ -97,7 +109,7 @@ def measure_source(
     context: RunContext,
     *,
     identity: Mapping[str, Any],
-    step: str,
+    step: str | None = None,
     named: str = "",
 ) -> tuple[Losses, Reference]:
     """The losses of the source, and what compressed models are compared with, in one pass; both are cached.
@@ -146,7 +158,13 @@ def watching_last_layer(layer: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def evaluate_against(
-    model: Any, reference: Reference, windows: Tensor, context: RunContext, *, step: str | None = None
+    model: Any,
+    reference: Reference,
+    windows: Tensor,
+    context: RunContext,
+    *,
+    step: str | None = None,
+    start: Stream | None = None,
 ) -> tuple[Losses, Fidelity]:
     """The losses of a compressed model, as `evaluate` gives them, and its fidelity to the source, in one pass."""
     divergences: list[Tensor] = []
@@ -157,7 +175,7 @@ def evaluate_against(
         divergences.append(kl)
         agreements.append(agrees)
 
-    losses = evaluate(model, windows, context, step=step, watch=watch)
+    losses = evaluate(model, windows, context, step=step, start=start, watch=watch)
     return losses, Fidelity(torch.cat(distributed.gather(divergences)), torch.cat(distributed.gather(agreements)))
 
 

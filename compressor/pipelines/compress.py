@@ -44,7 +44,7 @@ def run(recipe: Recipe, context: RunContext) -> Record:
         limits = compute_limits(evaluator.budgets, evaluator.perplexities(source.losses), recipe.max_kl)
         with_kl = recipe.max_kl is not None
         space = prepare_search(job.model, job.text, job.context, job.choices, store=store, fidelity=with_kl)
-        study = study_blocks(job, profile, space.damages, limits.least)
+        study = study_blocks(job, profile, space.damages, limits.least, swap=False)  # planning needs no sweep
         planner = Planner(space, limits, study.verdicts, objective=job.recipe.objective, profile=profile)
         verified = search_and_verify(planner, evaluator, source)
 

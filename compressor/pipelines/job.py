@@ -273,11 +273,25 @@ def make_evaluator(
 
 
 def study_blocks(
-    job: Job, profile: Profile, damages: Mapping[int, Damage], limits: Mapping[str, float] | None = None
+    job: Job,
+    profile: Profile,
+    damages: Mapping[int, Damage],
+    limits: Mapping[str, float] | None = None,
+    *,
+    swap: bool | None = None,
 ) -> Study:
-    """Trials, probes and a second model, as the recipe wants them, and the verdict on every block."""
+    """Trials, probes and a second model, as the recipe wants them, and the verdict on every block.
+
+    `swap` is whether blocks are swapped where the recipe does not say; None: in small models.
+    """
     recipe = job.recipe
-    wanted = StudyOptions(recipe.swap, recipe.swap_tokens, recipe.probe or (), recipe.probe_steps, job.other)
+    wanted = StudyOptions(
+        swap if recipe.swap is None else recipe.swap,
+        recipe.swap_tokens,
+        recipe.probe or (),
+        recipe.probe_steps,
+        job.other,
+    )
     return study(job.model, profile, damages, job.text, wanted, job.context, limits)
 
 

@@ -164,7 +164,7 @@ class Recipe(BaseModel):
     prompts: str | None = Field(default=None, description="file with one prompt per line  [beginnings of the text]")
     swap: Switch | None = Field(
         default=None,
-        description="replace every block alone by its linear map and measure ΔPPL  [on below 500 M parameters]",
+        description="replace every block alone by its linear map and measure ΔPPL  [small models: in profile]",
     )
     swap_tokens: Count = Field(default=4096, description="tokens of every selection text for --swap")
     probe: Annotated[list[Literal["bilinear", "trained"]], BeforeValidator(split_commas)] | None = Field(

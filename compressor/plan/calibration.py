@@ -8,25 +8,18 @@ the block's other predictions are corrected. Every text is measured by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
-import torch
 from torch import Tensor
 
 from compressor.evaluate.intervals import student_quantile
-from compressor.measure.swap import SingleBlockTrials, spread_windows
+from compressor.plan.block_trials import BlockTrial, BlockTrials
 from compressor.plan.candidates import BlockCandidates
 from compressor.plan.choices import ANYTHING, Choices
-from compressor.plan.fit import Fitter
 from compressor.plan.frontier import Candidate
-from compressor.plan.moments_store import MomentsStore
 from compressor.plan.shapes import KINDS
-from compressor.runtime.cache import Tensors
-from compressor.runtime.errors import NumericsError
 
-TRIAL_TOKENS = 4096  # of every text
 USUAL_FACTORS = (0.25, 4.0)  # the smallest and the largest ratio of measured and predicted cost that neighbours show
 LEAST_FACTOR = 0.01  # a block that measured as free still costs something
 DOUBT = 0.00135  # probability that a measurement lies this far off by chance: three standard errors of many windows
@@ -39,7 +32,7 @@ LEAST_VARIANCE = 0.05  # of a log ratio: added to the noise, so that no block co
 class Point:
     """One replacement in one block alone, on one text: predicted and measured nats per token, with the standard error.
 
-    The error of a single window is not known: it is infinite.
+    `kl` is the divergence from the source. The error of a single window is not known: it is infinite.
     """
 
     candidate: Candidate
@@ -47,6 +40,8 @@ class Point:
     measured: float
     error: float
     windows: int
+    kl: float = math.nan
+    kl_error: float = math.nan
 
     @property
     def index(self) -> int:
@@ -87,42 +82,63 @@ class Calibration:
         """Spearman's rank correlation of predicted and measured costs, over blocks."""
         return rank_correlation([p.predicted for p in self.points], [p.measured for p in self.points])
 
+    @property
+    def kl_correlation(self) -> float:
+        """The same of predicted costs and measured divergences."""
+        return rank_correlation([p.predicted for p in self.points], [p.kl for p in self.points])
+
     def factors(self, blocks: Iterable[int] = ()) -> dict[int, float]:
-        """What to multiply each block's predictions by: its measured ratio, shrunk towards those of its neighbours.
+        """What to multiply each block's predictions by; also for those of `blocks` that were not measured.
 
-        The noisier a measurement, the more it is shrunk: otherwise blocks that happened to measure low would be cut
-        most. The ratio changes slowly with depth, so that of the neighbours is the best guess for a noisy block, and
-        for those of `blocks` that were not measured. But a measurement that contradicts this guess by more than its
-        noise is believed, however large the ratio.
+        Where the divergence was measured, the factor has two parts: divergence over prediction, which is measured well
+        in every block, and loss over divergence, which is noisy and mostly that of the neighbours.
         """
-        means = {p.index: self.mean_around(p.index) for p in self.points}
-        variance = self.excess_variance(means)
-        factors = {}
-        for p in self.points:
-            weight = variance / (variance + p.noise) if variance + p.noise > 0 else 1.0
-            factor = math.exp(weight * p.usual_log + (1 - weight) * means[p.index])
-            low, high = p.bounds
-            factors[p.index] = max(min(max(factor, low), high), LEAST_FACTOR)
-        return {index: math.exp(self.mean_around(index)) for index in blocks} | factors
+        blocks = list(blocks)
+        if not all(math.isfinite(p.kl) for p in self.points):
+            return shrink_ratios(self.points, blocks)
+        divergences = shrink_ratios([replace(p, measured=p.kl, error=p.kl_error) for p in self.points], blocks)
+        rises = shrink_ratios([replace(p, predicted=p.kl) for p in self.points], blocks)
+        return {index: max(factor * rises[index], LEAST_FACTOR) for index, factor in divergences.items()}
 
-    def mean_around(self, index: int) -> float:
-        """The weighted mean of the log ratios around a block: near blocks and those measured well count most.
 
-        It is 0 where nothing is known, and that of a model's only block is its own.
-        """
-        total = mean = 0.0
-        for p in self.points:
-            if p.index != index or len(self.points) == 1:
-                weight = math.exp(-abs(p.index - index) / NEIGHBOUR_DISTANCE) / (p.noise + LEAST_VARIANCE)
-                total, mean = total + weight, mean + weight * p.usual_log
-        return mean / total if total > 0 else 0.0
+def shrink_ratios(points: Sequence[Point], blocks: Iterable[int] = ()) -> dict[int, float]:
+    """The measured over the predicted cost of every block, shrunk towards those of its neighbours.
 
-    def excess_variance(self, means: Mapping[int, float]) -> float:
-        """The variance between blocks that noise does not explain."""
-        known = [p for p in self.points if math.isfinite(p.noise)]
-        trust = [1 / (p.noise + LEAST_VARIANCE) ** 2 for p in known]
-        excess = [(p.usual_log - means[p.index]) ** 2 - p.noise for p in known]
-        return max(0.0, sum(t * e for t, e in zip(trust, excess, strict=True)) / max(sum(trust), 1e-300))
+    The noisier a measurement, the more it is shrunk: otherwise blocks that happened to measure low would be cut most.
+    The ratio changes slowly with depth, so that of the neighbours is the best guess for a noisy block, and for those of
+    `blocks` that were not measured. But a measurement that contradicts this guess by more than its noise is believed,
+    however large the ratio.
+    """
+    means = {p.index: mean_around(points, p.index) for p in points}
+    variance = excess_variance(points, means)
+    factors = {}
+    for p in points:
+        weight = variance / (variance + p.noise) if variance + p.noise > 0 else 1.0
+        factor = math.exp(weight * p.usual_log + (1 - weight) * means[p.index])
+        low, high = p.bounds
+        factors[p.index] = max(min(max(factor, low), high), LEAST_FACTOR)
+    return {index: math.exp(mean_around(points, index)) for index in blocks} | factors
+
+
+def mean_around(points: Sequence[Point], index: int) -> float:
+    """The weighted mean of the log ratios around a block: near blocks and those measured well count most.
+
+    It is 0 where nothing is known, and that of a model's only block is its own.
+    """
+    total = mean = 0.0
+    for p in points:
+        if p.index != index or len(points) == 1:
+            weight = math.exp(-abs(p.index - index) / NEIGHBOUR_DISTANCE) / (p.noise + LEAST_VARIANCE)
+            total, mean = total + weight, mean + weight * p.usual_log
+    return mean / total if total > 0 else 0.0
+
+
+def excess_variance(points: Sequence[Point], means: Mapping[int, float]) -> float:
+    """The variance between blocks that noise does not explain."""
+    known = [p for p in points if math.isfinite(p.noise)]
+    trust = [1 / (p.noise + LEAST_VARIANCE) ** 2 for p in known]
+    excess = [(p.usual_log - means[p.index]) ** 2 - p.noise for p in known]
+    return max(0.0, sum(t * e for t, e in zip(trust, excess, strict=True)) / max(sum(trust), 1e-300))
 
 
 def rank_correlation(first: list[float], second: list[float]) -> float:
@@ -148,63 +164,48 @@ def typical_candidate(of_block: BlockCandidates, kinds: Collection[str] = KINDS)
 
 
 def calibrate(
-    store: MomentsStore, candidates: Mapping[int, BlockCandidates], fitter: Fitter, choices: Choices = ANYTHING
+    trials: BlockTrials, candidates: Mapping[int, BlockCandidates], choices: Choices = ANYTHING
 ) -> tuple[dict[str, Calibration], list[Candidate]]:
     """Measure a typical replacement in every block that may change alone, on some selection windows of every text.
 
     Also returned are the candidates whose activations or weights overflowed.
     """
-    text, context = store.text, store.context
-    split, parts = spread_windows(text, TRIAL_TOKENS)
-    allowed = {index: of_block for index, of_block in sorted(candidates.items()) if choices.allows_block(index)}
-    typical = {index: typical_candidate(of_block, choices.kinds) for index, of_block in allowed.items()}
-    chosen = {index: candidate for index, candidate in typical.items() if candidate is not None}
-    trials = SingleBlockTrials(store.model, store.blocks, split.windows, context)
-    before: list[Tensor] = []  # the windows' losses in the source, measured when the first block needs them
-
-    def measure(index: int, candidate: Candidate) -> Tensors:
-        if not before:
-            before.append(trials.measure_losses().windows)
-        try:
-            module = fitter.fit_at_once({index: candidate.shape})[index]
-            return {"rises": trials.measure_replaced(index, module).windows - before[0]}
-        except NumericsError:
-            return {"rises": torch.full_like(before[0], math.inf)}
-
-    measured_on = split.sha256
-    keys = {
-        index: store.key("agreement", store.blocks[index], measured=measured_on, shape=str(candidate.shape))
-        for index, candidate in chosen.items()
-    }
-    if all(store.cache.has(key) for key in keys.values()):
-        context.progress.say("agreement: measured before")
-    points: dict[str, list[Point]] = {name: [] for name in parts}
+    progress = trials.store.context.progress
+    allowed = [of_block for index, of_block in sorted(candidates.items()) if choices.allows_block(index)]
+    typical = [typical_candidate(of_block, choices.kinds) for of_block in allowed]
+    chosen = [candidate for candidate in typical if candidate is not None]
+    if all(trials.was_measured(candidate) for candidate in chosen):
+        progress.say("agreement: measured before")
+    points: dict[str, list[Point]] = {name: [] for name in trials.parts}
     overflowing = []
-    for index, key in context.progress.track("agreement", keys.items(), len(keys)):
-        candidate = chosen[index]
-        rises = store.cache.get("", key, partial(measure, index, candidate))["rises"]
-        if not rises.isfinite().all():
+    for candidate in progress.track("agreement", chosen, len(chosen)):
+        found = trials.measure(candidate)
+        if not found:
             overflowing.append(candidate)
-            continue
-        for name, part in parts.items():
-            points[name].append(measure_point(candidate, rises[part]))
+        for name, trial in found.items():
+            points[name].append(measure_point(candidate, trial))
     calibrations = {name: Calibration(of_text) for name, of_text in points.items()}
     for name, calibration in calibrations.items():
         if math.isnan(calibration.correlation):
             continue
-        where = f" on text {name}" if len(parts) > 1 else ""
-        context.progress.say(
-            f"predicted against measured Δloss of {len(calibration.points)} blocks{where}: "
-            f"rank correlation {calibration.correlation:.2f}"
+        where = f" on text {name}" if len(points) > 1 else ""
+        progress.say(
+            f"predicted against measured cost of {len(calibration.points)} blocks{where}: rank correlation "
+            f"{calibration.kl_correlation:.2f} with the divergence, {calibration.correlation:.2f} with Δloss"
         )
     return calibrations, overflowing
 
 
-def measure_point(candidate: Candidate, rises: Tensor) -> Point:
-    """The point of one trial from the rise of the loss in every window."""
-    windows = len(rises)
-    error = (rises.std() / windows**0.5).item() if windows > 1 else math.inf
-    return Point(candidate, candidate.damage, rises.mean().item(), error, windows)
+def measure_point(candidate: Candidate, trial: BlockTrial) -> Point:
+    """The point of one trial from what every window of a text lost."""
+    estimates = [(values.mean().item(), standard_error(values)) for values in (trial.rises, trial.divergences)]
+    (measured, error), (kl, kl_error) = estimates
+    return Point(candidate, candidate.damage, measured, error, trial.windows, kl, kl_error)
+
+
+def standard_error(values: Tensor) -> float:
+    """Of the mean; a single value tells nothing of it: then it is infinite."""
+    return (values.std() / len(values) ** 0.5).item() if len(values) > 1 else math.inf
 
 
 def correct_predictions(

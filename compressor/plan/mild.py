@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from torch import Tensor
+
 from compressor.evaluate.budget import Limits
 from compressor.evaluate.perplexity import PerplexityChange
 from compressor.measure.verdicts import EXPECTED_FACTOR
+from compressor.plan.block_trials import BlockTrial
 from compressor.plan.calibration import NEGLIGIBLE
 from compressor.plan.candidates import BlockCandidates
 from compressor.plan.frontier import Candidate
@@ -30,8 +33,8 @@ def find_mild_candidates(of_block: BlockCandidates, runner: TrialRunner, limits:
     mild = [c for c in of_block.candidates if c.shape.rank == 0 and c.shape.neurons >= least and c.saved > 0]
     mild = sorted((c for c in mild if c.damage <= limits.smallest), key=lambda c: c.saved)
     for tried in [mild[-1], mild[len(mild) // 2 - 1]][: min(len(mild), MOST_MILD_TRIALS)] if mild else []:
-        trial = runner.attempt({tried.index: tried.shape}, tried.damage)
-        costs = [confirmed_cost(change, tried.damage) / limits.least[name] for name, change in trial.changes.items()]
+        trial = runner.block_trials.measure(tried)
+        costs = [confirmed_cost(found, tried.damage) / limits.least[name] for name, found in trial.items()]
         expected = max(costs, default=math.inf) * limits.smallest
         kept = f"with {tried.shape.neurons} of its {of_block.neurons.count} neurons"
         if math.isfinite(expected):
@@ -46,13 +49,18 @@ def find_mild_candidates(of_block: BlockCandidates, runner: TrialRunner, limits:
     return []
 
 
-def confirmed_cost(change: PerplexityChange, predicted: float) -> float:
-    """Nats per token to reckon with: measured, with its standard error. Infinite where the trial contradicts the
-    prediction by more than its noise."""
-    nats, error = math.log1p(change.delta / change.baseline), standard_error(change)
+def confirmed_cost(trial: BlockTrial, predicted: float) -> float:
+    """Nats per token to reckon with: the measured divergence, with its standard error. Infinite where the trial
+    contradicts the prediction by more than its noise."""
+    nats, error = trial.divergences.mean().item(), finite_error(trial.divergences)
     if not nats - CERTAIN * error <= EXPECTED_FACTOR * predicted + NEGLIGIBLE:
         return math.inf
     return max(nats + error, predicted)
+
+
+def finite_error(values: Tensor) -> float:
+    """The standard error of a mean. One value tells nothing of it: then it is 0."""
+    return (values.std() / len(values) ** 0.5).item() if len(values) > 1 else 0.0
 
 
 def standard_error(change: PerplexityChange) -> float:

@@ -18,6 +18,7 @@ from compressor.measure.verdicts import Verdict, judge_all
 from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import find_blocks
 from compressor.patch.tree import patch
+from compressor.plan.block_trials import BlockTrials
 from compressor.plan.calibration import Calibration, binding_calibration, calibrate, correct_predictions
 from compressor.plan.candidates import BlockCandidates
 from compressor.plan.choices import ANYTHING, Choices
@@ -96,9 +97,10 @@ def prepare_search(
     store = store or open_store(model, text, context)
     candidates = store.candidates()
     fitter = Fitter(store, candidates)
-    calibrations, overflowing = calibrate(store, candidates, fitter, choices)
+    block_trials = BlockTrials(store, fitter)
+    calibrations, overflowing = calibrate(block_trials, candidates, choices)
     damages = {index: of_block.damage for index, of_block in candidates.items()}
-    runner = TrialRunner(store, candidates, fitter, fidelity=fidelity)
+    runner = TrialRunner(store, candidates, fitter, block_trials, fidelity=fidelity)
     runner.leave_out((candidate.index, candidate.shape) for candidate in overflowing)
     return SearchSpace(candidates, damages, calibrations, runner, choices)
 
@@ -246,7 +248,8 @@ class Planner:
         expected = self.largest_expected(budget_factor, ceiling)
         if expected is None:
             return None
-        return self.runner.attempt(*expected), self.runner.attempt(*expected, compensated=True)
+        several = len(expected[0]) > 1  # a single block has none before it to compensate
+        return self.runner.attempt(*expected), self.runner.attempt(*expected, compensated=several)
 
     def best_trial(self, budget_factor: float, ceiling: float) -> Trial | None:
         """Of all plans that were tried, the one that saves most within the budget, without shapes that are too slow."""

@@ -18,12 +18,14 @@ from compressor.evaluate.fidelity import (
     evaluate_against,
     measure_source,
 )
-from compressor.evaluate.perplexity import Losses, PerplexityChange, compare_parts, evaluate
+from compressor.evaluate.perplexity import Losses, PerplexityChange, compare_parts, evaluate, limit_batch_size
 from compressor.evaluate.speed import is_slower
 from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import Block, modules_of
+from compressor.models.residual import Stream, open_stream
 from compressor.models.source import identify
 from compressor.patch.tree import patched
+from compressor.plan.block_trials import BlockTrials
 from compressor.plan.candidates import BlockCandidates
 from compressor.plan.fit import Fitter
 from compressor.plan.moments_store import MomentsStore
@@ -64,10 +66,13 @@ class TrialRunner:
         store: MomentsStore,
         candidates: Mapping[int, BlockCandidates],
         fitter: Fitter,
+        block_trials: BlockTrials,
         *,
         fidelity: bool = False,
     ) -> None:
         self.store, self.candidates, self.fitter, self.fidelity = store, candidates, fitter, fidelity
+        self.block_trials = block_trials
+        self.start: Stream | None = None  # the selection windows in the source, at a layer that no plan has replaced
         self.model: Any = store.model
         self.text, self.blocks, self.context = store.text, store.blocks, store.context
         self.before: Losses | None = None
@@ -132,14 +137,17 @@ class TrialRunner:
     def measure(self, shapes: Shapes, compensated: bool) -> tuple[Losses, Fidelity | None]:
         """The losses of a plan on the selection text, from the cache where an earlier run measured it, and its
         fidelity where that is wanted. Where a plan overflows, the losses are infinite."""
-        windows, reference = self.text.selection.windows, self.reference
+        windows, reference, context = self.text.selection.windows, self.reference, self.context
 
         def run() -> Tensors:
+            start = self.start_before(min(shapes))
             try:
                 with patched(self.model, self.blocks, self.fit_modules(shapes, compensated)):
                     if reference is None:
-                        return {"nats": evaluate(self.model, windows, self.context, step="search").nats}
-                    losses, fidelity = evaluate_against(self.model, reference, windows, self.context, step="search")
+                        return {"nats": evaluate(self.model, windows, context, step="search", start=start).nats}
+                    losses, fidelity = evaluate_against(
+                        self.model, reference, windows, context, step="search", start=start
+                    )
                     return {"nats": losses.nats, "kl": fidelity.kl, "agrees": fidelity.agrees}
             except NumericsError:
                 overflow = torch.full((len(windows), self.text.seq_len - 1), math.inf)
@@ -149,6 +157,16 @@ class TrialRunner:
         found = self.context.cache.get("", self.trial_key(shapes, compensated, **more), run)
         fidelity = None if reference is None else Fidelity(found["kl"], found["agrees"])
         return Losses(found["nats"]), fidelity
+
+    def start_before(self, index: int) -> Stream:
+        """The selection windows at this layer of the source, or at one before it: no plan changes what is before its
+        first block."""
+        if self.start is None or self.start.position > index:
+            windows, size = self.text.selection.windows, self.context.batch_size
+            size = limit_batch_size(self.model, windows.shape[1], size)
+            self.start = open_stream(self.model, self.blocks, windows, size)
+            self.start.advance(index)
+        return self.start
 
     def trial_key(self, shapes: Shapes, compensated: bool, **more: Any) -> dict[str, Any]:
         """The cache key of a trial; without shapes, of the source."""
