@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from compressor.evaluate.budget import Limits, compute_limits, parse_budgets
 from compressor.evaluate.intervals import end_score
 from compressor.evaluate.perplexity import PerplexityChange
 from compressor.measure.gradients import Damage
 from compressor.measure.verdicts import Verdict
+from compressor.plan.block_trials import BlockTrial
 from compressor.plan.calibration import Calibration
 from compressor.plan.frontier import Candidate, grow_plans, lower_hull
 from compressor.plan.search import Planner, SearchSpace
@@ -55,6 +58,16 @@ class SimulatedRunner:
         split = SimpleNamespace(tokens=4096)
         self.model, self.text = None, SimpleNamespace(selection=split, verification=split)
         self.context = SimpleNamespace(progress=Progress())
+        self.block_trials, self.tried_alone = SimpleNamespace(measure=self.measure_alone), []
+
+    def measure_alone(self, candidate: Candidate) -> dict[str, BlockTrial]:
+        """A trial of one block in 16 windows, half of which cost more and half less."""
+        self.tried_alone.append(candidate)
+        if (candidate.index, candidate.shape) in self.overflows:
+            return {}
+        cost = self.costs[candidate.index, candidate.shape]
+        nats = cost * (1 + self.width * torch.tensor([-1.0, 1.0] * 8, dtype=torch.float64))
+        return {"text": BlockTrial(nats, nats)}
 
     def true_cost(self, shapes: Shapes, compensated: bool = False) -> float:
         total = sum(self.costs[item] for item in shapes.items())

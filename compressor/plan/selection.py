@@ -16,7 +16,6 @@ from torch import Tensor
 
 from compressor.measure.moments import Moments
 from compressor.measure.regression import decompose
-from compressor.runtime.errors import NumericsError
 
 SELECTION_RIDGE = 1e-9
 FREE_SHARE = 1e-7  # of the output's energy: as much as rounding loses, so removals that lose less are free
@@ -147,9 +146,9 @@ def factor_ridged(gram: Tensor, ridge: float) -> Tensor:
         factor: Tensor
         factor, failed = torch.linalg.cholesky_ex(ridged)
         if not failed:
-            return factor
-        ridge *= 10
-    raise NumericsError("the activations of a block's neurons cannot be told apart; try --dtype float32")
+            break
+        ridge = 10 * ridge or SELECTION_RIDGE
+    return factor
 
 
 def next_removals(inverse: Tensor, weights: Tensor, most: int) -> tuple[Tensor, list[float]]:

@@ -35,6 +35,7 @@ from compressor.models.load import choose_device_map, load_model
 from compressor.models.safetensors_files import write_shard
 from compressor.patch.checkpoint import count_parameters, write_checkpoint
 from compressor.patch.tree import patch, patched
+from compressor.plan.block_trials import BlockTrials
 from compressor.plan.calibration import calibrate
 from compressor.plan.fit import Fitter
 from compressor.plan.moments_store import open_store
@@ -64,7 +65,7 @@ def stages(model: Any, text: Text) -> tuple[list[float], list[torch.Tensor]]:
     fitter = Fitter(store, candidates)
     shapes = {0: Shape(None, 4), 1: Shape(3, 5)}
     fits = [fitter.fit_at_once(shapes), fitter.fit_in_order(shapes)]
-    calibration = calibrate(store, candidates, fitter)[0]["text"]
+    calibration = calibrate(BlockTrials(store, fitter), candidates)[0]["text"]
     sweeper = Sweeper(model, profile, text, 256, RunContext())
     alone = torch.cat([sweeper.swap(p)["nats"] for p in profile.blocks])
     with patched(model, store.blocks, fits[1]):

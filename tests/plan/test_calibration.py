@@ -19,7 +19,7 @@ from compressor.measure.gradients import Damage
 from compressor.measure.profile import measure
 from compressor.measure.study import StudyOptions, study
 from compressor.measure.swap import spread_windows
-from compressor.plan import calibration as calibrations
+from compressor.plan import block_trials
 from compressor.plan.calibration import Calibration, Point, binding_calibration, correct_predictions
 from compressor.plan.candidates import BlockCandidates
 from compressor.plan.frontier import Candidate
@@ -146,7 +146,7 @@ def prose_and_code() -> tuple[Any, Text]:
 
 
 def test_agreement_and_sweep_see_every_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrations, "TRIAL_TOKENS", 4 * SEQ_LEN)
+    monkeypatch.setattr(block_trials, "TRIAL_TOKENS", 4 * SEQ_LEN)
     model, text = prose_and_code()
     space = prepare_search(model, text, RunContext())
     prose, code = (space.calibrations[name].points[1] for name in ("prose", "code"))

@@ -169,7 +169,7 @@ def test_a_milder_form_may_hold_where_a_stronger_one_does_not() -> None:
     runner.candidates[0] = unsafe_block()
     allowed = find_mild_candidates(unsafe_block(), runner, limits_of("1.0"))  # type: ignore[arg-type]
     assert [c.shape.neurons for c in allowed] == [97, 94]
-    assert [len(trial.shapes) for trial in runner.trials()] == [1, 1]
+    assert [candidate.shape.neurons for candidate in runner.tried_alone] == [83, 94]
 
 
 def test_an_unsafe_block_whose_trial_overflows_stays_out() -> None:
