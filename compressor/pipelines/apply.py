@@ -45,14 +45,15 @@ def run(recipe: Recipe, plan_file: Path, context: RunContext) -> Record:
     if not shapes:
         raise InputError(f"plan {plan_file} {why_nothing_to_apply(plan)}")
     with reserved_out(recipe, context) as out:
-        job = open_job(recipe, context)
+        job = open_job(recipe, context, with_choices=True)
         require_room(job, out)
         if source_of(job.model).weights_sha256 != plan.source.weights_sha256:
             raise InputError(f"plan {plan_file} was made for other weights ({plan.source.model}) than {recipe.model}")
         evaluator = job.evaluator()
 
         source = evaluator.measure(job.model, "source", identify(job.model))
-        fits = fit_shapes(job.model, shapes, job.text, job.context, compensated=plan.compensated)
+        how: dict[str, Any] = {"compensated": plan.compensated, "choices": job.choices}
+        fits = fit_shapes(job.model, shapes, job.text, job.context, **how)
         identity = identify_patched(job.model, fits)
         with patched(job.model, find_blocks(job.model), fits):
             compressed = evaluator.measure(job.model, "compressed", identity, source)

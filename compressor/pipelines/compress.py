@@ -38,7 +38,7 @@ def run(recipe: Recipe, context: RunContext) -> Record:
         require_room(job, out)
         evaluator = job.evaluator()
 
-        store = open_store(job.model, job.text, job.context)
+        store = open_store(job.model, job.text, job.context, job.choices)
         profile = measure(job.model, job.text, job.context, beside=[store.collector()], states=store.states)
         source = evaluator.measure(job.model, "source", identify(job.model))
         limits = compute_limits(evaluator.budgets, evaluator.perplexities(source.losses), recipe.max_kl)

@@ -37,7 +37,7 @@ def run(recipe: Recipe, out: Path, context: RunContext) -> Record:
     job = open_job(recipe.model_copy(update={"max_dppl": budgets[0] or None}), context, with_choices=True)
     evaluator = job.evaluator()
 
-    store = open_store(job.model, job.text, job.context)
+    store = open_store(job.model, job.text, job.context, job.choices)
     profile = measure(job.model, job.text, job.context, beside=[store.collector()], states=store.states)
     perplexities = evaluator.perplexities(evaluator.measure_losses(job.model, "verify", identify(job.model)))
     with_kl = recipe.max_kl is not None

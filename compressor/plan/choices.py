@@ -57,6 +57,10 @@ class Choices:
         """Whether this block may take this shape."""
         return self.allows_block(index) and shape.kind in self.kinds
 
+    def keeps_neurons(self, index: int) -> bool:
+        """Whether a replacement of this block may keep some of its neurons."""
+        return self.allows_block(index) and any(kind in self.kinds for kind in ("pruned", "hybrid"))
+
     def refuse_unknown(self, blocks: int) -> None:
         """InputError when a kind is not known or the model, which has this many blocks, lacks one that is named."""
         for kind in self.kinds:

@@ -6,7 +6,7 @@ shape is then a closed-form solve with no new pass. Only one block's moments are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from compressor.plan.candidates import (
     unpack_candidates,
     unpack_moments,
 )
+from compressor.plan.choices import ANYTHING, Choices
+from compressor.plan.shapes import Shapes
 from compressor.runtime import distributed
 from compressor.runtime.cache import Cache, Tensors, cache_key
 from compressor.runtime.context import RunContext
@@ -195,12 +197,18 @@ class SurveyCollector:
         self.moments = {}
 
 
-def open_store(model: Any, text: Text, context: RunContext) -> MomentsStore:
+def open_store(
+    model: Any, text: Text, context: RunContext, choices: Choices = ANYTHING, planned: Shapes | None = None
+) -> MomentsStore:
     """A store for this model and text, in the run's cache or in a temporary directory.
 
-    InputError where memory or disk cannot hold it.
+    Where neither the `choices` of a search nor the shapes that are `planned` keep a block's neurons, its statistics are
+    without them, which is faster. InputError where memory or disk cannot hold it.
     """
-    neurons = choose_neurons(model, text, context.progress)
+    indices = range(len(find_blocks(model)))
+    with_neurons = {index for index in indices if choices.keeps_neurons(index)}
+    with_neurons |= {index for index, shape in (planned or {}).items() if shape.neurons}
+    neurons = choose_neurons(model, text, context.progress, with_neurons)
     cache = context.cache
     store = MomentsStore(model, text, neurons, cache, context)
     if cache.directory is None:
@@ -220,10 +228,12 @@ def disk_bytes(blocks: Sequence[Block], neurons: Mapping[int, Neurons | None], t
     return sum(moment_bytes(block, neurons[block.index]) + 12 * rows * block.width for block in blocks)
 
 
-def choose_neurons(model: Any, text: Text, progress: Progress) -> dict[int, Neurons | None]:
-    """The neurons of every block; None for all blocks where memory is too short for moments with neurons."""
+def choose_neurons(
+    model: Any, text: Text, progress: Progress, with_neurons: Collection[int]
+) -> dict[int, Neurons | None]:
+    """The neurons of these blocks, None for the others, and for all where memory is too short for moments with them."""
     blocks = find_blocks(model)
-    neurons = {block.index: find_neurons(model, block) for block in blocks}
+    neurons = {block.index: find_neurons(model, block) if block.index in with_neurons else None for block in blocks}
     # All processes must come to the same plan, so all take the free memory of the first.
     free = distributed.broadcast_value(int(MEMORY_SHARE * available_memory()))
     needed = MATRICES_AT_ONCE * max(moment_bytes(block, neurons[block.index]) for block in blocks)

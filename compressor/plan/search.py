@@ -46,11 +46,13 @@ from compressor.runtime.context import RunContext
 from compressor.runtime.errors import BudgetError, InputError
 from compressor.text import Text
 
-MOST_ENLARGEMENTS = 4
+MOST_ENLARGEMENTS = 3
+WORTH_ENLARGING = 0.02  # of the parameters that a plan saves: what an enlargement must add to be tried
 MOST_COMPENSATIONS = 3
 MOST_CORRECTIONS = 6  # steps of one search that turn out dearer than predicted, and are believed to be
 WORTH_CORRECTING = 0.1  # of the budget, that such a step must cost beyond its prediction
 USUAL_COMPENSATION = 0.85  # cost of a compensated plan over that of the plain one, until it is measured
+USUAL_UNITS = 32  # windows or documents of a verification text
 ROOM = 1.96  # standard errors left for the verification's noise; the choice of the largest plan that fits spends some
 
 
@@ -94,7 +96,7 @@ def prepare_search(
     A `store` that is given has surveyed the blocks already, in the pass that measured them. `fidelity`: whether plans
     are to be tried for their fidelity to the source too, because it has a limit.
     """
-    store = store or open_store(model, text, context)
+    store = store or open_store(model, text, context, choices)
     candidates = store.candidates()
     fitter = Fitter(store, candidates)
     block_trials = BlockTrials(store, fitter)
@@ -132,12 +134,22 @@ class Planner:
         self.model, self.blocks = self.runner.model, self.runner.blocks
         self.text, self.progress = self.runner.text, self.runner.context.progress
         self.compensation = USUAL_COMPENSATION
-        self.scale = 1.0  # measured over predicted cost, of the last plan that was tried
+        self.scale = self.usual_scale()  # measured over predicted cost, of the last plan that was tried
         self.banned: set[Shape] = set()  # shapes that run slower than the block they would replace
         self.unsafe = [index for index in space.candidates if verdicts[index].word == "unsafe"]
         self.mild_tried = False
         corrected = correct_predictions(space.candidates, space.calibrations, limits.least)
         self.candidates = corrected | {index: [] for index in self.unsafe}  # with predictions for the smallest limit
+
+    def usual_scale(self) -> float:
+        """The upper end of a plan's cost over its prediction, before any plan is tried.
+
+        A change that costs D nats per token makes the losses of tokens differ by about √(2·D), for those that win and
+        those that lose: with as many tokens as there are to verify, the interval is this much wider than its middle.
+        """
+        tokens, confidence = self.text.verification.tokens, self.limits.confidence
+        reach = end_score(USUAL_UNITS, confidence) if confidence > 0 else 0.0
+        return 1.0 + reach * math.sqrt(2 / (tokens * max(self.limits.smallest, 1e-6)))
 
     def admit_mild_forms(self) -> None:
         """Allow the mild forms of unsafe blocks that cost what was predicted, once. Only damage says which of them cost
@@ -343,11 +355,13 @@ class Planner:
             surcharge = max(1.0, used * target / predicted) if predicted > 0 else 1.0
             left = min((1 - used) * target / surcharge, ceiling - predicted)
             moves = []
+            saved = sum(self.runner.candidates[index].saved(shape) for index, shape in shapes.items())
             for row in self.affordable_candidates:
                 nothing = Candidate(row[0].index, Shape(), 0, 0.0)
                 now = next((c for c in row if shapes.get(c.index) == c.shape), nothing)
                 most = refused.get(now.index, math.inf)
-                further = [c for c in row if now.saved < c.saved < most and c.damage - now.damage <= left]
+                least = now.saved + WORTH_ENLARGING * saved
+                further = [c for c in row if least <= c.saved < most and c.damage - now.damage <= left]
                 moves += [(c.saved - now.saved, c, c.damage - now.damage) for c in further]
             if not moves:
                 break
@@ -467,14 +481,20 @@ def plan(
 
 
 def fit_shapes(
-    model: Any, shapes: Shapes, text: Text, context: RunContext, *, compensated: bool = True
+    model: Any,
+    shapes: Shapes,
+    text: Text,
+    context: RunContext,
+    *,
+    compensated: bool = True,
+    choices: Choices = ANYTHING,
 ) -> dict[int, Replacement]:
-    """The replacements that a search would fit for these shapes; the model is left as it was."""
+    """The replacements that a search with these choices would fit; the model is left as it was."""
     blocks = find_blocks(model)
     for index in shapes:
         if not 0 <= index < len(blocks):
             raise InputError(f"the plan replaces block {index}, but the model has blocks 0 to {len(blocks) - 1}")
-    store = open_store(model, text, context)
+    store = open_store(model, text, context, choices, shapes)
     for index, shape in shapes.items():
         width, neurons = blocks[index].width, store.neurons[index]
         if shape.rank is not None and shape.rank > width:
