@@ -18,6 +18,16 @@ PERPLEXITY = {
     "seq_len": 32,
 }
 TEXT = {**PERPLEXITY, "max_dppl": 1.0, "asked": "5%", "passed": True}
+FIDELITY = {
+    "kl": 0.0123,
+    "kl_ci95": [0.011, 0.014],
+    "kl_upper": 0.014,
+    "top1_agreement": 0.941,
+    "top1_agreement_ci95": [0.93, 0.9512],
+    "tokens": 2000,
+    "unit": "window",
+    "units": 64,
+}
 TASK = {
     "metric": "acc",
     "higher_is_better": True,

@@ -17,6 +17,7 @@ from compressor.runtime.errors import InputError, reason_of
 from compressor.runtime.safe_files import parse_json
 
 LOOSE_WORDS = 0.02  # of agreement: one word that flips can change the rest of a continuation
+ROUNDING_NATS = 1e-5  # of KL: what another machine or library may add, however small it is
 
 
 class BaselineSource(Part):
@@ -29,6 +30,7 @@ class BaselineFigure(Part):
     value: float = Field(allow_inf_nan=False)
     better: int = Field(ge=-1, le=1)  # −1: less is better, and the tolerance is a share of the value
     of: str  # hash of the text or task that it was measured on
+    rounding: float = Field(default=0.0, ge=0)  # allowed beside the tolerance's share
     slack: float = Field(default=0.0, ge=0)  # what one flipped document or word may cost, however small the tolerance
 
 
@@ -48,7 +50,9 @@ def baseline_of(record: Record) -> BaselineFile:
         for model, value in (("source", text.baseline), ("compressed", text.compressed)):
             figures[f"perplexity {name} {model}"] = BaselineFigure(value=value, better=-1, of=of)
         if text.fidelity is not None:
-            figures[f"kl {name} compressed"] = BaselineFigure(value=text.fidelity.kl, better=-1, of=of)
+            figures[f"kl {name} compressed"] = BaselineFigure(
+                value=text.fidelity.kl, better=-1, of=of, rounding=ROUNDING_NATS
+            )
     for name, task in record.tasks.items():
         better = 1 if task.higher_is_better else -1
         for model, value in (("source", task.source), ("compressed", task.compressed)):
@@ -118,9 +122,9 @@ def compare_with(baseline: BaselineFile, now: BaselineFile, tolerance: float) ->
 
 
 def limit_of(then: BaselineFigure, tolerance: float) -> float:
-    """Perplexities move by a share, scores by a difference."""
+    """Perplexities and divergences move by a share, scores by a difference."""
     if then.slack == 0:
-        return then.value * (1 - then.better * tolerance)
+        return then.value * (1 - then.better * tolerance) - then.better * then.rounding
     return then.value - then.better * max(tolerance, 1.001 * then.slack)
 
 

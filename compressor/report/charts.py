@@ -143,11 +143,11 @@ def budgets(record: Record) -> Chart | None:
         tasks.append({"name": f"{name}, {task.metric}: {figures}", "state": state(task.passed), "note": note, **ends})
     seen = [word for word in STATES if any(row["state"] == word for row in (*texts, *divergences, *tasks))]
     panels = [
-        draw_ranges(rows, axis, seen)
-        for rows, axis in (
-            (texts, "rise in perplexity"),
-            (divergences, "KL from the source, nats per token"),
-            (tasks, "change of the score for the worse"),
+        draw_ranges(rows, axis, seen, ticks)
+        for rows, axis, ticks in (
+            (texts, "rise in perplexity", 6),
+            (divergences, "KL from the source, nats per token", 3),  # their labels are long
+            (tasks, "change of the score for the worse", 6),
         )
         if rows
     ]
@@ -185,13 +185,13 @@ def describe_divergence(name: str, found: Fidelity) -> Row:
     return {"name": label, "state": state(found.passed), "note": note, **ends}
 
 
-def draw_ranges(rows: Sequence[Row], axis: str, seen: Sequence[str]) -> alt.LayerChart:
+def draw_ranges(rows: Sequence[Row], axis: str, seen: Sequence[str], ticks: int) -> alt.LayerChart:
     """A line for each row: its name above the mark, its interval and its budget."""
     placed = clean_rows(({"place": place, **row} for place, row in enumerate(rows)))
     values = [0.0, *(row[key] for row in placed for key in ("value", "low", "high", "budget") if row[key] is not None)]
     span = max(values) - min(values) or 1.0
     scale = alt.Scale(domain=[min(values), max(values) + 0.04 * span], nice=False)
-    x = alt.X("value:Q", title=axis, scale=scale, axis=alt.Axis(tickCount=6))
+    x = alt.X("value:Q", title=axis, scale=scale, axis=alt.Axis(tickCount=ticks))
     y = alt.Y("place:O", axis=None, scale=alt.Scale(padding=0))
     colour = by_name("state", seen, [STATES[word] for word in seen])
     base = alt.Chart()

@@ -240,6 +240,31 @@ def test_apply_refuses_a_plan_that_misses_its_budget(
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_limit_of_kl_alone_goes_from_plan_to_apply_to_check(
+    compress: Compress, models: Path, options: list[str], tmp_path: Path
+) -> None:
+    file, out = tmp_path / "plan.json", tmp_path / "planned"
+    made = compress("plan", models / "gpt2", *options, "--max-kl", "0.0005", "--out", file, "--json")
+    assert made.code == 0, made.err
+    plan = strict_json(made.out)
+    assert (plan["budget"]["max_dppl"], plan["budget"]["max_kl"]) == (None, 0.0005)
+    assert plan["selection"]["text"]["fidelity"]["kl"] <= 0.0005
+    done = compress("apply", models / "gpt2", file, "--out", out)
+    assert done.code == 0, done.err
+    assert "budget: perplexity has no limit" in done.out
+    assert re.search(r"KL from the source .* budget 0.0005: inside", done.out)
+    record = read_record(out)
+    assert record["fidelity"]["kl"] < record["texts"]["text"]["fidelity"]["kl_upper"] <= 0.0005
+    assert record["texts"]["text"]["passed"] is None
+    checked = compress("check", out, "--json")
+    assert checked.code == 0, checked.err
+    assert [check["name"] for check in strict_json(checked.out)["checks"]] == ["kl text"]
+    missed = compress("apply", models / "gpt2", file, "--max-kl", "1e-9", "--out", tmp_path / "none")
+    assert missed.code == 1
+    assert re.search(r"the budget KL 1e-09 is missed on the verification text: .* with KL \d", missed.errors[0])
+    assert sorted(tmp_path.iterdir()) == [file, out]
+
+
 def test_recipe_reproduces_the_checkpoint(compress: Compress, compressed: Path, tmp_path: Path) -> None:
     done = compress("--recipe", compressed / "recipe.yaml", "--out", tmp_path / "again")
     assert done.code == 0, done.err

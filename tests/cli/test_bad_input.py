@@ -202,6 +202,17 @@ def test_budget_is_not_a_number(whole: Refused, value: str) -> None:
     assert f"--max-dppl must be a number or a percentage, got {value!r}" in whole(f"--max-dppl={value}")
 
 
+@pytest.mark.parametrize("value", ["-1", "0", "nan", "inf", "-0.02"])
+def test_divergence_out_of_range(whole: Refused, value: str) -> None:
+    message = whole(f"--max-kl={value}")
+    assert f"--max-kl must be positive and finite, got {float(value)}; try --max-kl 0.02" in message
+
+
+@pytest.mark.parametrize("value", ["much", "1,0", "2%", ""])
+def test_divergence_is_not_a_number(whole: Refused, value: str) -> None:
+    assert "--max-kl" in whole(f"--max-kl={value}")
+
+
 @pytest.mark.parametrize("command", ["run", "plan"])
 def test_budget_is_missing(refused: Refused, models: Path, options: list[str], command: str) -> None:
     assert "--max-dppl is missing" in refused(command, models / "gpt2", *options, "--out", "out")
@@ -534,6 +545,7 @@ def test_unusable_source(refused: Refused, compressed: Path) -> None:
 @pytest.mark.parametrize("value", ["-1", "nan", "much"])
 def test_check_with_an_unusable_budget(refused: Refused, compressed: Path, value: str) -> None:
     assert "--max-dppl must be" in refused("check", compressed, f"--max-dppl={value}")
+    assert "--max-kl" in refused("check", compressed, f"--max-kl={value}")
 
 
 # The tasks

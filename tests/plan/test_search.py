@@ -14,6 +14,7 @@ from zoo import WIDTH, logits, tiny_model
 
 import compressor
 from compressor.evaluate.budget import Budget
+from compressor.evaluate.fidelity import evaluate_against, measure_source
 from compressor.evaluate.perplexity import Losses, evaluate
 from compressor.measure.moments import Moments
 from compressor.measure.profile import measure, row_weights
@@ -227,6 +228,61 @@ def test_a_larger_budget_saves_at_least_as_much() -> None:
         saved.append(sum(space.runner.candidates[index].saved(shape) for index, shape in plan.shapes.items()))
     assert saved == sorted(saved)
     assert saved[-1] > saved[0]
+
+
+def sure_llama() -> Any:
+    """A tiny model that is sure of what it says, so that every block matters."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.mul_(30)
+        model.lm_head.weight.mul_(20)
+    return model
+
+
+def test_a_limit_of_kl_gives_a_smaller_plan_that_holds() -> None:
+    """On random tokens a changed model may be lucky: perplexity allows far more than fidelity does."""
+    model = sure_llama()
+    profile, context = measure(model, TEXT), RunContext()
+    space = prepare_search(model, TEXT, context, fidelity=True)
+    loose, none = {"text": Budget.parse("30%", confidence=0)}, {"text": Budget(math.inf, confidence=0)}
+    plans = [
+        make_planner(space, profile, loose).search(),
+        make_planner(space, profile, loose, max_kl=0.5).search(),
+        make_planner(space, profile, none, max_kl=0.5).search(),
+        make_planner(space, profile, none, max_kl=0.05).search(),
+    ]
+    saved = [sum(space.runner.candidates[i].saved(shape) for i, shape in plan.shapes.items()) for plan in plans]
+    assert saved[0] > saved[1]
+    assert saved[2] >= saved[1] > 0
+    assert saved[2] > saved[3] > 0
+    assert [plan.fidelity["text"].kl <= limit for plan, limit in zip(plans[1:], (0.5, 0.5, 0.05), strict=True)] == [
+        True
+    ] * 3
+    assert plans[0].fidelity["text"].kl > 0.5
+    windows = TEXT.verification.windows
+    _, reference = measure_source(model, windows, {"kind": "losses"}, context, identity={}, step="source")
+    for plan, limit in zip(plans[1:], (0.5, 0.5, 0.05), strict=True):
+        with patched(model, find_blocks(model), plan.fits):
+            _, found = evaluate_against(model, reference, windows, context)
+        assert found.kl.mean() <= 1.15 * limit  # other windows of the same kind
+
+
+def test_without_a_limit_of_kl_no_trial_measures_it() -> None:
+    model = sure_llama()
+    space = prepare_search(model, TEXT, RunContext())
+    plan = make_planner(space, measure(model, TEXT), {"text": Budget.parse("30%", confidence=0)}).search()
+    assert space.runner.reference is None
+    assert plan.fidelity == {}
+    with pytest.raises(AssertionError, match="trials for a limit of KL"):
+        make_planner(space, measure(model, TEXT), {"text": Budget.parse("30%")}, max_kl=0.1)
+
+
+def test_the_budget_that_is_missed_is_named() -> None:
+    with pytest.raises(BudgetError, match=r"the budget KL 1e-09: closest was block \d \(.*\) with KL \d"):
+        compressor.plan(sure_llama(), measure(sure_llama(), TEXT), TEXT, max_kl=1e-9)
+    with pytest.raises(InputError, match="no budget: give max_dppl"):
+        compressor.plan(tiny_model("gpt2"), measure(tiny_model("gpt2"), TEXT), TEXT)
 
 
 def fitter_of(model: Any, text: Text = TEXT, cache: Cache | None = None) -> Fitter:

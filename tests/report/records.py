@@ -79,6 +79,8 @@ def assessment_values(blocks: int = 7) -> Values:
     task = {"metric": "acc", "higher_is_better": True, "source": 0.61, "compressed": 0.6, "drop": 0.01}
     task |= {"drop_ci95": [-0.01, 0.03], "drop_upper": 0.03, "documents": 500, "changed": 14}
     predictions = [(0, 0.2, 0.31), (1, 0.01, 0.008), (2, 0.002, -0.001)]
+    fidelity = {"kl": 0.0123, "kl_ci95": [0.011, 0.014], "kl_upper": 0.014, "top1_agreement": 0.941}
+    fidelity |= {"top1_agreement_ci95": [0.93, 0.95], "tokens": 16320, "units": 64}
     speed = {"flops_before": 7274496, "flops_after": 5881344, "flops_ratio": 1.237, "seq_len": 256}
     speed |= {f"{name}_{when}": 299.5 for name in ("prefill", "decode") for when in ("before", "after")}
     speed |= {"prefill_ratio": 1.155, "prefill_ratio_ci95": [1.12, 1.19], "prefill_pairs": 16}
@@ -88,7 +90,8 @@ def assessment_values(blocks: int = 7) -> Values:
         "parameters": {"before": 3360192, "after": 3078336, "removed": 281856, "removed_fraction": 0.08388},
         "perplexity": perplexity,
         "budget": {"max_dppl": 1.0, "asked": "1", "confidence": 0.95},
-        "texts": {"text": {**perplexity, "max_dppl": 1.0, "asked": "1", "passed": True}},
+        "fidelity": fidelity,
+        "texts": {"text": {**perplexity, "max_dppl": 1.0, "asked": "1", "passed": True, "fidelity": fidelity}},
         "tasks": {
             "last_word": {**task, "data": "/secret/place/last_word.jsonl"},
             "riddles": {**task, "max_drop": 0.05, "passed": True},

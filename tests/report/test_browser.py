@@ -198,6 +198,7 @@ def test_a_tap_tells_until_the_next(visit: Open) -> None:
 
 def test_hostile_notes_are_shown_as_text(visit: Open) -> None:
     opened = visit("hostile")
+    opened.charts()[1].scroll_into_view_if_needed()
     box = opened.charts()[1].locator("svg").bounding_box()
     assert box
     opened.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 45)

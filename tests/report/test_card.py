@@ -54,7 +54,9 @@ def test_it_says_what_was_measured(compressed: Path) -> None:
     assert isinstance(record, Record)
     text = (compressed / "README.md").read_text(encoding="utf-8")
     found, sizes = record.perplexity, record.parameters
+    nearness = record.fidelity
     assert found is not None
+    assert nearness is not None
     data = metadata(text)
     assert (data["library_name"], data["pipeline_tag"]) == ("transformers", "text-generation")
     assert {"base_model", "base_model_relation", "license", "datasets", "language"}.isdisjoint(data)  # nobody said
@@ -65,6 +67,8 @@ def test_it_says_what_was_measured(compressed: Path) -> None:
         "source_perplexity": found.baseline,
         "perplexity_rise": found.delta,
         "perplexity_rise_upper": found.delta_upper,
+        "kl_divergence": nearness.kl,
+        "top1_agreement": nearness.top1_agreement,
     }
     assert {(r.task_type, r.dataset_name, r.verified) for r in results} == {("text-generation", "corpus.txt", None)}
     assert results == list_scores(record), "what is written is what is read"
@@ -72,6 +76,8 @@ def test_it_says_what_was_measured(compressed: Path) -> None:
     assert f"| perplexity | {found.baseline:.3f} | {found.compressed:.3f} | {found.delta:+.3f} |" in text
     assert f"| parameters | {sizes.before:,} | {sizes.after:,} |" in text
     assert f"is {found.delta_upper:+.3f}, inside." in text
+    assert f" {nearness}.\n" in text
+    assert "| KL from the source, nats per token |" in text
     assert len(re.findall(r"(?m)^\| \d+ \|", text)) == 3
 
 

@@ -132,6 +132,7 @@ def test_budgets_are_drawn_in_their_own_units() -> None:
     shown = rows(charts(Record.model_validate(values))["budgets"])
     assert [(row["name"].split(":")[0], row["budget"], row["state"]) for row in shown] == [
         ("perplexity, text", 1.0, "inside its budget"),
+        ("KL, text", None, "no budget asked"),
         ("last_word, acc", None, "no budget asked"),
         ("riddles, acc", 0.02, "OUTSIDE its budget"),
     ]

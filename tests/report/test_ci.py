@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-from records_cards import measured
+from records_cards import FIDELITY, measured
 
 from compressor.report.ci import junit, summary
+from compressor.report.fidelity import Fidelity
 
 HOSTILE = "a<b>&\"'|`$(x)\x07\x1b\n]]>"
 RECORD = measured(
@@ -31,6 +32,14 @@ def test_hostile_names_are_still_xml() -> None:
     assert (first.find("failure") is None, second.find("failure") is None) == (False, True)
     (warning,) = suite.iter("system-err")
     assert str(warning.text).startswith("a warning | of a<b>")
+
+
+def test_fidelity_is_told_with_and_without_a_limit() -> None:
+    record = RECORD.with_parts(fidelity=Fidelity.model_validate(FIDELITY))
+    assert "\nKL from the source 0.0123 nats per token (0.0110 … 0.0140); 94.1 % of the most likely" in summary(record)
+    (suite,) = ElementTree.fromstring(junit(record))
+    (told,) = suite.findall("system-out")
+    assert str(told.text).startswith("KL from the source 0.0123 nats per token")
 
 
 def test_pipes_in_the_summary_are_escaped() -> None:

@@ -343,6 +343,26 @@ def test_several_texts_are_judged_one_by_one() -> None:
     assert "inside each budget" in read(values).text("p")
 
 
+def test_fidelity_is_said_in_words_and_held_against_its_budget() -> None:
+    values = assessment_values()
+    said = "KL from the source 0.0123 nats per token (0.0110 … 0.0140); 94.1 % of the most likely tokens agree"
+    document = read(values)
+    assert f"{said} (93.0 … 95.0 %)." in document.text("p")
+    assert ("div", {"class": "answer"}) in document.tags
+    values["budget"]["max_kl"] = 0.013
+    values["texts"]["text"]["fidelity"] |= {"max_kl": 0.013, "passed": False}
+    document = read(values)
+    assert "OUTSIDE the KL budget of 0.0130." in document.text("p")
+    assert ("div", {"class": "answer no"}) in document.tags
+    assert {"kl text", "0.0123", "0.0110 … 0.0140", "0.0130"} <= {data for _, data in document.words}
+
+
+def test_a_record_of_an_earlier_version_has_no_fidelity() -> None:
+    values = assessment_values()
+    del values["fidelity"], values["texts"]["text"]["fidelity"]
+    assert "KL" not in read(values).text()
+
+
 @pytest.mark.parametrize("figure", [math.nan, math.inf])
 def test_a_broken_figure_is_never_good_news(figure: float) -> None:
     values = assessment_values()

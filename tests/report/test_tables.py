@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 import pytest
-from records_cards import HEAD, TASK, TEXT, block, measured, saved
+from records_cards import FIDELITY, HEAD, TASK, TEXT, block, measured, saved
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +30,60 @@ def test_every_text_is_held_against_its_own_budget() -> None:
     assert budget == "budget +1.000 (5%): inside (upper end at 95% +0.750)"
     assert second == f"wiki: {first}"
     assert other == "wiki: budget +0.600 (3%): OUTSIDE (upper end at 95% +0.750)"
+
+
+NEARNESS = (
+    "KL from the source 0.0123 nats per token (0.0110 … 0.0140); 94.1 % of the most likely tokens agree (93.0 … 95.1 %)"
+)
+
+
+def test_fidelity_stands_beside_perplexity() -> None:
+    record = measured(fidelity=FIDELITY, texts={"text": {**TEXT, "fidelity": FIDELITY}})
+    assert tables.text_lines(record)[2:] == [NEARNESS]
+    limited = {**FIDELITY, "max_kl": 0.013, "passed": False}
+    both = {
+        "text": {**TEXT, "fidelity": limited},
+        "wiki": {**TEXT, "fidelity": {**limited, "max_kl": 0.1, "passed": True}},
+    }
+    lines = tables.text_lines(measured(texts=both))
+    assert lines[2] == f"{NEARNESS}; budget 0.013: OUTSIDE (upper end at 95% 0.0140)"
+    assert lines[5] == f"wiki: {NEARNESS}; budget 0.1: inside (upper end at 95% 0.0140)"
+    rows = cells(tables.check_table(measured(texts=both, checks=[])))
+    assert [row[0].strip() for row in rows] == [
+        *("perplexity text", "perplexity wiki", "kl text (nats per token)", "top-1 agreement text"),
+        *("kl wiki (nats per token)", "top-1 agreement wiki"),
+    ]
+    assert [cell.strip() for cell in rows[2][1:]] == ["0.0123", "0.0110 … 0.0140", "0.013", "FAILED"]
+    assert [cell.strip() for cell in rows[3][1:]] == ["94.1 %", "93.0 … 95.1 %", "–", "no budget"]
+
+
+def test_perplexity_without_a_limit_is_only_reported() -> None:
+    text = {
+        **TEXT,
+        "max_dppl": None,
+        "asked": "no limit",
+        "passed": None,
+        "fidelity": {**FIDELITY, "max_kl": 0.02, "passed": True},
+    }
+    record = measured(
+        texts={"text": text}, budget={"max_dppl": None, "asked": "no limit", "max_kl": 0.02, "confidence": 0.95}
+    )
+    assert tables.text_lines(record)[1] == "budget: perplexity has no limit"
+    assert tables.text_row("text", record.texts["text"])[-2:] == ["–", "no budget"]
+
+
+@pytest.mark.parametrize(
+    ("kl", "agreement", "said"),
+    [
+        (0.0, 1.0, "KL from the source 0 nats per token (0 … ∞); 100 % of"),
+        (2.6e-5, 0.99996, "KL from the source 2.6e-05 nats per token (0 … ∞); 99.99 % of"),
+        (1.5, 0.0, "KL from the source 1.500 nats per token (0 … ∞); 0.0 % of"),
+        (float("nan"), float("nan"), "KL from the source – nats per token (0 … ∞); – % of"),
+    ],
+)
+def test_small_and_large_divergences_can_be_read(kl: float, agreement: float, said: str) -> None:
+    found = {**FIDELITY, "kl": kl, "kl_ci95": [0.0, float("inf")], "top1_agreement": agreement}
+    assert str(measured(fidelity=found).fidelity).startswith(said)
 
 
 def test_an_older_record_of_one_text_says_the_same() -> None:
