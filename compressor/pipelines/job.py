@@ -87,6 +87,7 @@ def open_job(recipe: Recipe, context: RunContext, *, with_tasks: bool = True) ->
         revision=recipe.revision,
         **placing(recipe, context),
     )
+    name_in_cache(model, context)
     check_layers(model, find_blocks(model))  # an unsupported family is refused before any text is read
     refuse_foreign_code(model)
     for task in tasks:
@@ -99,6 +100,12 @@ def open_job(recipe: Recipe, context: RunContext, *, with_tasks: bool = True) ->
     other_recipe = recipe.model_copy(update={"calib_tokens": asked})
     crossed = (other[0], open_text(other_recipe, *other, context.progress)[0]) if other else None
     return Job(model, tokenizer, text, tasks, recipe, context, began, crossed)
+
+
+def name_in_cache(model: Any, context: RunContext) -> None:
+    """Let entries of the cache that are about this model say its name."""
+    source = source_of(model)
+    context.cache.model_names[source.weights_sha256] = source.model
 
 
 def advise_batches(text: Text, context: RunContext) -> None:
@@ -134,6 +141,7 @@ def load_other(recipe: Recipe, model: Any, context: RunContext) -> tuple[Any, An
     context.progress.say(f"load {recipe.cross}")
     trust = context.trust_remote_code
     other, tokenizer = load_model(recipe.cross, trust_remote_code=trust, **placing(recipe, context))
+    name_in_cache(other, context)
     refuse_different_widths(model, other, str(recipe.model), recipe.cross)
     check_layers(other, find_blocks(other))
     return other, tokenizer

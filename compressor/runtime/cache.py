@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from compressor.runtime import distributed
+from compressor.runtime.cache_files import PARTIAL, default_directory, mark_used
 from compressor.runtime.errors import InputError
 from compressor.runtime.locks import owned_directory, remove_abandoned, scratch_directory
 from compressor.runtime.outputs import sync
@@ -22,15 +23,6 @@ from compressor.runtime.progress import Progress
 
 Tensors = dict[str, Tensor]
 KEY_VERSION = 5  # of what is kept under a key
-PARTIAL = ".partial-"  # an entry that is being written
-
-
-def default_directory() -> Path:
-    """$COMPRESSOR_CACHE, else where this system keeps what can be made again."""
-    named = os.environ.get("COMPRESSOR_CACHE")
-    if named:
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compressor"
 
 
 def open_cache(named: Path | None, progress: Progress) -> Cache:
@@ -63,6 +55,7 @@ class Cache:
 
     def __init__(self, directory: Path | None, progress: Progress) -> None:
         self.directory, self.progress, self.warned = directory, progress, False
+        self.model_names: dict[str, str] = {}  # by the hash of the weights; entries are marked with them
         if directory is not None:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -111,6 +104,8 @@ class Cache:
 
     def has(self, key: Mapping[str, Any]) -> bool:
         exists = distributed.rank() == 0 and self.directory is not None and self.place(key)[0].is_file()
+        if exists:
+            mark_used(self.place(key)[0])
         return bool(distributed.broadcast_value(exists))
 
     def place(self, key: Mapping[str, Any]) -> tuple[Path, str]:
@@ -125,6 +120,7 @@ class Cache:
                 notes = entry.metadata() or {}
                 tensors = {name: entry.get_tensor(name) for name in entry.keys()}  # noqa: SIM118
             if notes.get("key") == words and notes.get("sha256") == digest(sorted(tensors.items())):
+                mark_used(file)
                 return tensors
             reason = "its contents are not what was written"
         except FileNotFoundError:
@@ -138,7 +134,7 @@ class Cache:
         """One rename, so that a reader never sees half of it. A full disk costs the entry, not the run."""
         try:
             with owned_directory(file.parent, PARTIAL) as folder:
-                notes = {"key": words, "sha256": digest(sorted(tensors.items()))}
+                notes = {"key": words, "sha256": digest(sorted(tensors.items())), **self.name_model(words)}
                 partial = folder / file.name
                 save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, notes)
                 sync(partial)
@@ -148,6 +144,12 @@ class Cache:
             if not self.warned:  # one line: a full disk refuses every entry from here on
                 self.progress.say(f"warning: the cache {self.directory} was not written: {error}")
             self.warned = True
+
+    def name_model(self, words: str) -> dict[str, str]:
+        """The name of the model that a key is about, where it is known: for people who look into the cache."""
+        model = json.loads(words).get("model")
+        name = self.model_names.get(model.get("weights", "")) if isinstance(model, dict) else None
+        return {"model": name} if name else {}
 
 
 def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
