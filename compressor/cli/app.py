@@ -30,6 +30,7 @@ compress MODEL --max-dppl 1.0 --out DIR   the whole job; MODEL is a hub id, a lo
 \b
 Examples:
   compress demo --max-dppl 1.0 --out ./demo-lin
+  compress gpt2 --max-dppl 2% --dry-run
   compress gpt2 --max-dppl 2% --out ./gpt2-lin
   compress ./my-model --text corpus.txt --max-dppl 0.5 --out ./smaller
   compress profile ./my-model --text corpus.txt
@@ -78,10 +79,13 @@ def refuse_early(
 
 
 @contextmanager
-def started(options: RunOptions) -> Iterator[RunContext]:
-    """Join the other processes of this run, if there are any, and open the cache, which is pruned at the end."""
+def started(options: RunOptions, *, dry_run: bool = False) -> Iterator[RunContext]:
+    """Join the other processes of this run, if there are any, and open the cache, which is pruned at the end.
+
+    The cache of a dry run is left as it is.
+    """
     from compressor.runtime import distributed
-    from compressor.runtime.cache import Cache, open_cache
+    from compressor.runtime.cache import Cache, open_cache, open_untouched
     from compressor.runtime.cache_files import in_use
     from compressor.runtime.context import RunContext
     from compressor.runtime.locks import scratch_directory
@@ -89,6 +93,10 @@ def started(options: RunOptions) -> Iterator[RunContext]:
 
     distributed.join_processes()
     progress = Progress(visible=distributed.rank() == 0)
+    if dry_run:
+        untouched = open_untouched(options.cache, options.no_cache, progress)
+        yield RunContext(cache=untouched, progress=progress, trust_remote_code=options.trust_remote_code)
+        return
     # Without a cache, measurements go to a directory that is removed with the run.
     cache = Cache(scratch_directory(progress), progress) if options.no_cache else open_cache(options.cache, progress)
     with in_use(cache.directory, progress.say) if distributed.rank() == 0 else nullcontext():
@@ -97,17 +105,39 @@ def started(options: RunOptions) -> Iterator[RunContext]:
 
 @app.command()
 @with_options
-def run(values: Values, options: RunOptions) -> None:
+def run(
+    values: Values,
+    options: RunOptions,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="say what would be done, how long it takes, how small it may get; write nothing"
+        ),
+    ] = False,
+) -> None:
     """The whole job; `compress MODEL …` is short for `compress run MODEL …`."""
     refuse_early(values["model"], values, options.recipe_file, options.trust_remote_code)
+    settings = recipe.resolve(options.recipe_file, values)
+    if dry_run:
+        estimate(settings, options)
+        return
     from compressor.pipelines import compress
     from compressor.report import summary, tables
 
-    settings = recipe.resolve(options.recipe_file, values)
     with started(options) as context:
         record = compress.run(settings, context)
     lines = [*summary.finding_lines(record), *tables.result_lines(record)]
     emit(record, options.as_json, lines, tables.block_table(record))
+
+
+def estimate(settings: recipe.Recipe, options: RunOptions) -> None:
+    """A dry run of the whole job."""
+    from compressor.pipelines import dry_run
+    from compressor.report.dry_run_record import dry_run_lines
+
+    with started(options, dry_run=True) as context:
+        record = dry_run.run(settings, context)
+    emit(record, options.as_json, dry_run_lines(record), None)
 
 
 @app.command()

@@ -45,7 +45,7 @@ RUN = ("cache", "no_cache", "trust_remote_code", "as_json", "debug")
 # Command → its parameters in the order of `--help`: fields of Recipe and RunOptions, and parameters of its function.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": (
-        *("model", "max_dppl", "out", "text", "recipe_file", "overwrite", "confidence", "objective"),
+        *("model", "max_dppl", "out", "dry_run", "text", "recipe_file", "overwrite", "confidence", "objective"),
         *(*TOKENS, *TASKS, *PROBES, "batch_size", "seed", *MACHINE, "revision", *RUN),
     ),
     "profile": (

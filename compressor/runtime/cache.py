@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from compressor.runtime import distributed
-from compressor.runtime.cache_files import PARTIAL, default_directory, mark_used
+from compressor.runtime.cache_files import PARTIAL, choose_limit, default_directory, mark_used
 from compressor.runtime.errors import InputError
 from compressor.runtime.locks import owned_directory, remove_abandoned, scratch_directory
 from compressor.runtime.outputs import sync
@@ -43,6 +44,13 @@ def open_cache(named: Path | None, progress: Progress) -> Cache:
         return cache
     progress.say(f"warning: {reason}; measurements are kept only while this run lasts (--cache DIR keeps them)")
     return Cache(scratch_directory(progress), progress)
+
+
+def open_untouched(named: Path | None, scratch: bool, progress: Progress) -> UntouchedCache:
+    """The cache that a run would use, to be asked what it holds; with `scratch` it would keep nothing."""
+    directory = Path(tempfile.gettempdir()) if scratch else named or default_directory()
+    choose_limit(directory)  # a limit that a run would refuse is refused
+    return UntouchedCache(directory, progress)
 
 
 def cache_key(kind: str, model: Mapping[str, Any], text: str, **more: Any) -> dict[str, Any]:
@@ -150,6 +158,29 @@ class Cache:
         model = json.loads(words).get("model")
         name = self.model_names.get(model.get("weights", "")) if isinstance(model, dict) else None
         return {"model": name} if name else {}
+
+
+class UntouchedCache(Cache):
+    """A cache that is only asked what it holds: nothing in it is read, written, or marked as used."""
+
+    def __init__(self, directory: Path, progress: Progress) -> None:
+        super().__init__(None, progress)
+        self.directory = directory
+        there = next(folder for folder in (directory.absolute(), *directory.absolute().parents) if folder.exists())
+        if not there.is_dir():
+            raise InputError(f"the cache {directory} cannot be made: {there} is a file; name another with --cache")
+
+    def has(self, key: Mapping[str, Any]) -> bool:
+        return bool(distributed.broadcast_value(self.place(key)[0].is_file()))
+
+    def read_own(self, key: Mapping[str, Any]) -> Tensors | None:
+        return None
+
+    def write_own(self, key: Mapping[str, Any], tensors: Tensors) -> None:
+        """Nothing is written."""
+
+    def drop(self, key: Mapping[str, Any]) -> None:
+        """Nothing is removed."""
 
 
 def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
