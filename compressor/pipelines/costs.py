@@ -26,6 +26,7 @@ from compressor.models.offload import device_of, disk_weights_of
 from compressor.pipelines.job import Job
 from compressor.plan.calibration import TRIAL_TOKENS
 from compressor.plan.selection import invert
+from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 
 Kind = Literal["forward", "backward", "gram", "inverse", "decode", "seconds"]
@@ -99,6 +100,8 @@ STEPS = (
         ),
     ),
 )
+# What several processes share; the rest is done by each of them, or by the first while the others wait.
+SHARED = ("calibration", "selection", "verification", "gradients", "replaced_alone", "blocks", "probed")
 REPORT_SECONDS = 4.0  # page and figures
 
 
@@ -163,14 +166,14 @@ def count_quantities(job: Job, requested: int, opening: float, stored: int) -> d
 def add_up(
     quantities: Mapping[str, float], rates: Rates, kept: Sequence[str] = (), processes: int = 1
 ) -> list[StepCost]:
-    """The cost of every step. Several processes share passes, Gram matrices and inverses."""
+    """The cost of every step, by so many processes."""
     costs = []
     for step in STEPS:
         least = most = 0.0
         done = step.kept in kept
         for work in () if done else step.work:
             low, high = rates.of(work.kind)
-            amount = quantities[work.quantity] / (1 if work.kind in ("seconds", "decode") else processes)
+            amount = quantities[work.quantity] / (processes if work.quantity in SHARED else 1)
             least, most = least + work.least * amount * low, most + work.most * amount * high
         costs.append(StepCost(step.name, least, most, done))
     return costs
@@ -185,12 +188,16 @@ def step_of(timing: str) -> str | None:
 
 
 def time_calls(run: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    """The least and the most seconds of a few calls; the first, which may be slow, does not count."""
-    first = time_call(run, device)
-    if first > SAMPLE_SECONDS:
-        return first, first
-    times = [time_call(run, device) for _ in range(TIMED_CALLS)]
+    """The least and the most seconds of a few calls, on every process as on the first; the first call, which may be
+    slow, does not count."""
+    first = share_time(time_call(run, device))
+    times = [first] if first > SAMPLE_SECONDS else [share_time(time_call(run, device)) for _ in range(TIMED_CALLS)]
     return min(times), max(times)
+
+
+def share_time(seconds: float) -> float:
+    """The seconds that the first process measured: what follows from them must be the same on all."""
+    return float(distributed.broadcast_value(seconds))
 
 
 def time_forward(model: Any, windows: Tensor, context: RunContext) -> tuple[float, float]:

@@ -30,6 +30,7 @@ from compressor.pipelines.costs import (
     Stopwatch,
     add_up,
     count_quantities,
+    share_time,
     time_algebra,
     time_decoding,
     time_forward,
@@ -64,6 +65,7 @@ from compressor.runtime.resources import available_memory, free_disk
 SAMPLE_TOKENS = 1024
 SAMPLE_SECONDS = 15.0  # that the passes over the sample may take
 PASSES = 4  # forward passes that take as long as the perplexity of the sample and its gradients
+LATER_IMPORTS = 200 * 2**20  # bytes of the libraries that tasks and the report need
 STATES_AT_ONCE = 4  # residual streams of the calibration text in memory
 
 
@@ -123,16 +125,16 @@ def sample(
     """The rough size, the rates of this machine, and the perplexity of each text on the sample."""
     model, context = job.model, job.context
     context.progress.say("a sample is timed")
-    forward = share(time_forward(model, job.text.selection.windows, context))
+    forward = time_forward(model, job.text.selection.windows, context)
     windows, parts = choose_sample(job, forward[0])
     losses = evaluate(model, windows, context)
     baselines = {name: losses.part(part).perplexity for name, part in parts.items()}
     watch = Stopwatch()
     hulls = survey_roughly(model, blocks, neurons, windows)
-    backward = watch.seconds / windows.numel()
+    backward = share_time(watch.seconds) / windows.numel()
     gram, inverse = time_algebra(blocks, neurons, moments_device(model))
     decode = time_decoding(model, evaluator.prompts)
-    rates = Rates(forward, *map(share, ((backward, backward), gram, inverse, decode)))
+    rates = Rates(forward, (backward, backward), gram, inverse, decode)
     limits = compute_limits(evaluator.budgets, baselines)
     removed, parameters = estimate_size(hulls, limits.smallest), count_parameters(model)
     size = SizeEstimate(
@@ -144,12 +146,6 @@ def sample(
         perplexity=losses.perplexity,
     )
     return size, rates, baselines
-
-
-def share(pair: tuple[float, float]) -> tuple[float, float]:
-    """The times of rank 0, on every process."""
-    least, most = distributed.broadcast_value(pair)
-    return least, most
 
 
 def choose_sample(job: Job, per_token: float) -> tuple[Tensor, dict[str, slice]]:
@@ -195,7 +191,7 @@ def describe_blocks(blocks: list[Block], neurons: Mapping[int, Neurons | None]) 
 
 
 def describe_resources(job: Job, store: MomentsStore, stored: int, kept: bool) -> Resources:
-    """Memory: what this process has now, one block's matrices, the residual streams, and the logits of a batch."""
+    """Memory: what this process has now, more libraries, and a block's matrices and the streams, or a batch's logits."""
     text, model = job.text, job.model
     widest = max(store.blocks, key=lambda block: moment_bytes(block, store.neurons[block.index]))
     matrices = MATRICES_AT_ONCE * moment_bytes(widest, store.neurons[widest.index])
@@ -206,7 +202,7 @@ def describe_resources(job: Job, store: MomentsStore, stored: int, kept: bool) -
     directory = store.cache.directory
     assert directory is not None
     return Resources(
-        memory=own + max(matrices + streams, logits),
+        memory=own + LATER_IMPORTS + max(matrices + streams, logits),
         memory_available=own + available_memory(),
         statistics=0 if kept else disk_bytes(store.blocks, store.neurons, text),
         cache=str(directory),

@@ -25,7 +25,7 @@ from compressor.plan.frontier import Candidate, grow_plans, lower_hull
 from compressor.plan.shapes import Shape
 from compressor.runtime.progress import Progress
 
-# How many times the budget this estimate needs to remove what a real run removes, which has refits, compensation and the
+# How many times the budget this estimate needs to remove what a real run removes, which has refits, compensation and
 # other kinds of replacement: 1.2 to 2 in runs of the built-in model (+0.25 to +2), 1.6 to 3.2 in those of SmolLM2-135M
 # (+1 to +10). A run whose plan a task or the clock refuses removes less.
 GAINS = (1.0, 4.0)

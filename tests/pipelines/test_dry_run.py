@@ -134,9 +134,13 @@ def test_the_range_holds_the_real_result_of_the_built_in_model(compress: Compres
     """At +1.0 a real run removes 20.8 % of its parameters (docs/results.md)."""
     done = compress("demo", "--max-dppl", "1.0", "--dry-run", "--json")
     assert done.code == 0, done.err
-    size = json.loads(done.out)["size"]
+    record = json.loads(done.out)
+    size, steps = record["size"], {step["name"]: step for step in record["steps"]}
     assert size["least_fraction"] < 0.208 < size["most_fraction"]
     assert size["most_fraction"] < 3 * size["least_fraction"]
+    assert record["tasks"] == {"demo_last_word": 240}
+    assert steps["tasks"]["least"] > steps["source"]["least"]  # two passes over 240 documents
+    assert "it/s" not in done.err  # no bar of lm-eval's own
 
 
 # The table of steps
@@ -185,7 +189,7 @@ def test_costs_follow_the_counts(job: Job) -> None:
     assert all(cost.most == 0 for cost in add_up(quantities, nothing))
     two = {cost.name: cost for cost in add_up(quantities, unit, processes=2)}
     assert two["verify"].most == costs["verify"].most / 2
-    assert two["load"].most == costs["load"].most
+    assert [two[name].most for name in ("load", "tasks")] == [costs[name].most for name in ("load", "tasks")]
     slower = {cost.name: cost for cost in add_up(quantities, replace(unit, forward=(1.0, 5.0)))}
     assert slower["verify"].most == 5 * costs["verify"].most
     kept = {cost.name: cost for cost in add_up(quantities, unit, ["statistics"])}
