@@ -191,7 +191,7 @@ def describe_blocks(blocks: list[Block], neurons: Mapping[int, Neurons | None]) 
 
 
 def describe_resources(job: Job, store: MomentsStore, stored: int, kept: bool) -> Resources:
-    """Memory: what this process has now, more libraries, and a block's matrices and the streams, or a batch's logits."""
+    """Memory: what this process has, more libraries, and a block's matrices and the streams, or a batch's logits."""
     text, model = job.text, job.model
     widest = max(store.blocks, key=lambda block: moment_bytes(block, store.neurons[block.index]))
     matrices = MATRICES_AT_ONCE * moment_bytes(widest, store.neurons[widest.index])

@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,11 @@ def open_cache(named: Path | None, progress: Progress) -> Cache:
 
 
 def open_untouched(named: Path | None, scratch: bool, progress: Progress) -> UntouchedCache:
-    """The cache that a run would use, to be asked what it holds; with `scratch` it would keep nothing."""
-    directory = Path(tempfile.gettempdir()) if scratch else named or default_directory()
+    """The cache that a run would use, to be asked what it holds; with `scratch`, or without a home, it keeps nothing."""
+    directory = Path(tempfile.gettempdir())
+    if not scratch:
+        with suppress(RuntimeError):  # this user has no home
+            directory = named or default_directory()
     choose_limit(directory)  # a limit that a run would refuse is refused
     return UntouchedCache(directory, progress)
 
