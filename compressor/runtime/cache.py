@@ -48,7 +48,7 @@ def open_cache(named: Path | None, progress: Progress) -> Cache:
 
 
 def open_untouched(named: Path | None, scratch: bool, progress: Progress) -> UntouchedCache:
-    """The cache that a run would use, to be asked what it holds; with `scratch`, or without a home, it keeps nothing."""
+    """The cache that a run would use, asked only what it holds; with `scratch`, or without a home, it keeps nothing."""
     directory = Path(tempfile.gettempdir())
     if not scratch:
         with suppress(RuntimeError):  # this user has no home
