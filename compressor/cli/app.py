@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,12 +30,14 @@ compress MODEL --max-dppl 1.0 --out DIR   the whole job; MODEL is a hub id, a lo
 \b
 Examples:
   compress demo --max-dppl 1.0 --out ./demo-lin
+  compress gpt2 --max-dppl 2% --dry-run
   compress gpt2 --max-dppl 2% --out ./gpt2-lin
   compress ./my-model --text corpus.txt --max-dppl 0.5 --out ./smaller
   compress profile ./my-model --text corpus.txt
   compress check ./smaller --max-dppl 0.5
   compress export ./smaller --to gguf --out smaller.gguf
   compress push ./smaller me/smaller --dry-run
+  compress cache --prune
 
 Exit codes: 0 done and inside the budget; 1 the budget is missed or nothing fits it; 2 bad input.
 """
@@ -74,33 +78,66 @@ def refuse_early(
     task_files.refuse_early(values.get("tasks"), values.get("task_path"), recipe_file, trust_remote_code)
 
 
-def start(options: RunOptions) -> RunContext:
-    """Join the other processes of this run, if there are any, and open the cache."""
+@contextmanager
+def started(options: RunOptions, *, dry_run: bool = False) -> Iterator[RunContext]:
+    """Join the other processes of this run, if there are any, and open the cache, which is pruned at the end.
+
+    The cache of a dry run is left as it is.
+    """
     from compressor.runtime import distributed
-    from compressor.runtime.cache import Cache, open_cache
+    from compressor.runtime.cache import Cache, open_cache, open_untouched
+    from compressor.runtime.cache_files import in_use
     from compressor.runtime.context import RunContext
     from compressor.runtime.locks import scratch_directory
     from compressor.runtime.progress import Progress
 
     distributed.join_processes()
     progress = Progress(visible=distributed.rank() == 0)
+    if dry_run:
+        untouched = open_untouched(options.cache, options.no_cache, progress)
+        yield RunContext(cache=untouched, progress=progress, trust_remote_code=options.trust_remote_code)
+        return
     # Without a cache, measurements go to a directory that is removed with the run.
     cache = Cache(scratch_directory(progress), progress) if options.no_cache else open_cache(options.cache, progress)
-    return RunContext(cache=cache, progress=progress, trust_remote_code=options.trust_remote_code)
+    with in_use(cache.directory, progress.say) if distributed.rank() == 0 else nullcontext():
+        yield RunContext(cache=cache, progress=progress, trust_remote_code=options.trust_remote_code)
 
 
 @app.command()
 @with_options
-def run(values: Values, options: RunOptions) -> None:
+def run(
+    values: Values,
+    options: RunOptions,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="say what would be done, how long it takes, how small it may get; write nothing"
+        ),
+    ] = False,
+) -> None:
     """The whole job; `compress MODEL …` is short for `compress run MODEL …`."""
     refuse_early(values["model"], values, options.recipe_file, options.trust_remote_code)
     settings = recipe.resolve(options.recipe_file, values)
+    if dry_run:
+        estimate(settings, options)
+        return
     from compressor.pipelines import compress
     from compressor.report import summary, tables
 
-    record = compress.run(settings, start(options))
+    with started(options) as context:
+        record = compress.run(settings, context)
     lines = [*summary.finding_lines(record), *tables.result_lines(record)]
     emit(record, options.as_json, lines, tables.block_table(record))
+
+
+def estimate(settings: recipe.Recipe, options: RunOptions) -> None:
+    """A dry run of the whole job."""
+    from compressor.pipelines import dry_run
+    from compressor.report.dry_run_record import dry_run_lines
+
+    with started(options, dry_run=True) as context:
+        record = dry_run.run(settings, context)
+    emit(record, options.as_json, dry_run_lines(record), None)
 
 
 @app.command()
@@ -124,7 +161,8 @@ def profile(
 
     settings = recipe.resolve(options.recipe_file, values)
     settings = settings.model_copy(update={"out": values["out"]})  # a recipe's own is where its compressed model goes
-    record = profile.run(settings, models or [], start(options), write=not options.as_json)
+    with started(options) as context:
+        record = profile.run(settings, models or [], context, write=not options.as_json)
     emit(record, options.as_json, summary.profile_lines(record), summary.profile_tables(record))
 
 
@@ -141,7 +179,8 @@ def plan(
     from compressor.pipelines import plan
     from compressor.report import tables
 
-    record = plan.run(settings, plan_out, start(options))
+    with started(options) as context:
+        record = plan.run(settings, plan_out, context)
     if record.frontier:
         emit(record, options.as_json, tables.frontier_lines(record, plan_out), tables.frontier_table(record))
         raise typer.Exit(DONE if any(point.removed for point in record.frontier) else MISSED)
@@ -162,7 +201,8 @@ def apply(
     from compressor.report import tables
 
     settings = recipe.resolve(None, {"model": model, **values})
-    record = apply.run(settings, plan_file, start(options))
+    with started(options) as context:
+        record = apply.run(settings, plan_file, context)
     emit(record, options.as_json, tables.result_lines(record), tables.block_table(record))
 
 
@@ -185,7 +225,8 @@ def check(
     from compressor.report import tables
 
     gate = check.Gate(source, baseline, update_baseline, tolerance, junit, page)
-    record = check.run(directory, values, gate, start(options))
+    with started(options) as context:
+        record = check.run(directory, values, gate, context)
     # The same inputs give the same JSON, and the time they took is not the same twice.
     emit(record, options.as_json, tables.check_lines(record), tables.check_table(record), without="timings")
     raise typer.Exit(DONE if record.passed else MISSED)
@@ -204,6 +245,36 @@ def info(directory: Directory, as_json: Json = False, debug: Debug = False) -> N
     table = tables.block_table(record) if isinstance(record, Record) else None
     emit(record, as_json, tables.info_lines(record), table)
     refuse_other_weights(directory, record, sha256)
+
+
+@app.command()
+def cache(
+    show: Annotated[
+        bool, typer.Option("--show", help="where it is, how large, and what is in it (the default)")
+    ] = False,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="remove the least recently used entries until it is within its limit")
+    ] = False,
+    limit: Annotated[
+        str | None,
+        typer.Option(
+            help="for this call: 5GB, 0, or none  [$COMPRESSOR_CACHE_LIMIT, else 20GB and at most a tenth of the disk]"
+        ),
+    ] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--cache", help="where measurements are kept  [~/.cache/compressor]")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """What is kept of earlier runs, where, and how large; --prune removes what was not used for longest."""
+    from compressor.pipelines import cache
+    from compressor.report.cache_record import cache_lines, cache_tables
+
+    if show and prune:
+        raise InputError("--show and --prune are both given; give one of them")
+    record = cache.run(directory, limit, prune=prune)
+    emit(record, as_json, cache_lines(record), cache_tables(record))
 
 
 @app.command()

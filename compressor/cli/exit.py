@@ -17,7 +17,12 @@ from compressor.runtime.interrupts import handle_interrupts
 
 def run_and_exit(command: Callable[[], Any], words: Sequence[str]) -> NoReturn:
     """Run the command that was called with these arguments, and exit the process with its code."""
-    resumes = "--no-cache" not in words and words[:1] not in (["export"], ["push"], ["info"])
+    resumes = not {"--no-cache", "--dry-run"} & set(words) and words[:1] not in (
+        ["export"],
+        ["push"],
+        ["info"],
+        ["cache"],
+    )
     with patient_streams(), handle_interrupts(resumes, is_first_to_fail) as caught:
         try:
             refuse_invalid_utf8([*words, os.getcwd()])

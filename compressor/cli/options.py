@@ -46,8 +46,8 @@ RUN = ("cache", "no_cache", "trust_remote_code", "as_json", "debug")
 # Command → its parameters in the order of `--help`: fields of Recipe and RunOptions, and parameters of its function.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": (
-        *("model", "max_dppl", "max_kl", "out", "text", "recipe_file", "overwrite", "confidence", "objective"),
-        *(*CHOICES, *TOKENS, *TASKS, *PROBES, "batch_size", "seed", *MACHINE, "revision", *RUN),
+        *("model", "max_dppl", "max_kl", "out", "dry_run", "text", "recipe_file", "overwrite", "confidence"),
+        *("objective", *CHOICES, *TOKENS, *TASKS, *PROBES, "batch_size", "seed", *MACHINE, "revision", *RUN),
     ),
     "profile": (
         *("models", "out", "overwrite", "text", "recipe_file"),

@@ -42,14 +42,14 @@ def emit(
 
     `without` is a key of the record that its JSON leaves out.
     """
-    from compressor.runtime import distributed
-
-    first = distributed.rank() == 0
-    distributed.leave_processes()
+    processes = sys.modules.get("compressor.runtime.distributed")  # importing it here would import torch
+    first = processes is None or processes.rank() == 0
+    if processes is not None:
+        processes.leave_processes()
     if not first:
         return
     if as_json:
-        from compressor.runtime.outputs import to_json
+        from compressor.runtime.safe_files import to_json
 
         value = {key: part for key, part in record.to_json_value().items() if key != without}
         escaped = UNPRINTABLE if is_utf8(sys.stdout) else NOT_ASCII

@@ -35,6 +35,7 @@ from compressor.text import datasets_offline
 
 FEWSHOT_SEED = 1234  # lm-eval's own default
 LONGEST_SEQUENCE = 2048  # tokens: with more, tasks that score whole texts would need gigabytes of logits
+SAMPLED_REQUESTS = 64  # of a task, whose tokens are counted to know those of all
 AGGREGATIONS = ("mean", "nanmean", "perplexity")  # those that need one number per document
 Scores = dict[str, Tensor]  # metric → its value for every document
 
@@ -242,6 +243,22 @@ def longest_request(task: Task, tokenizer: Any, most: int) -> int:
     task.lm_eval_task.build_all_requests(limit=task.documents, rank=0, world_size=1)
     texts = sorted(("".join(map(str, i.args)) for i in task.lm_eval_task.instances), key=len, reverse=True)[:16]
     return min(most, max(len(tokenizer(text, verbose=False)["input_ids"]) for text in texts))
+
+
+def count_request_tokens(task: Task, tokenizer: Any, most: int) -> int:
+    """Tokens of all requests together, from some of them."""
+    with silenced():
+        from lm_eval import api, utils
+
+        with (
+            replaced_attribute(utils, "env", sandbox_templates(utils.env)),
+            replaced_attribute(api.task, "tqdm", lambda items, **_: items),
+        ):
+            longest_request(task, tokenizer, most)  # builds them
+    texts = ["".join(map(str, instance.args)) for instance in task.lm_eval_task.instances]
+    some = texts[:: max(1, len(texts) // SAMPLED_REQUESTS)]
+    tokens = sum(min(most, len(tokenizer(text, verbose=False)["input_ids"])) for text in some)
+    return round(tokens * len(texts) / len(some))
 
 
 def request_documents(task: Task, only: Sequence[int]) -> Any:

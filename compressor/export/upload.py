@@ -25,8 +25,7 @@ from compressor.report.record import Record, SavedRecord, read_record, refuse_ot
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import RECORD, split_name
 from compressor.runtime.network import is_hub_id
-from compressor.runtime.outputs import to_json
-from compressor.runtime.safe_files import Malformed, parse_yaml, read_json, read_text
+from compressor.runtime.safe_files import Malformed, parse_yaml, read_json, read_text, to_json
 from compressor.runtime.stored_weights import INDEX, SINGLE
 
 CARD, RECIPE, CODE = "README.md", "recipe.yaml", "modeling_compressor.py"

@@ -17,7 +17,15 @@ from compressor.patch.checkpoint import count_parameters
 from compressor.pipelines import recipe as recipes
 from compressor.pipelines.baseline import BaselineFile, baseline_of, compare_with, read_baseline, refuse_other_model
 from compressor.pipelines.describe import describe_assessment, describe_sizes, describe_source, describe_text
-from compressor.pipelines.job import context_for, make_evaluator, name_tasks, open_text, placing, timings
+from compressor.pipelines.job import (
+    context_for,
+    make_evaluator,
+    name_in_cache,
+    name_tasks,
+    open_text,
+    placing,
+    timings,
+)
 from compressor.pipelines.recipe import Recipe
 from compressor.report.ci import append_summary, junit, refuse_unwritable
 from compressor.report.page import page
@@ -138,6 +146,8 @@ def load_both(
         if gate.source:
             raise
         raise InputError(f"the source of {directory}: {error}; if it has moved, add --source DIRECTORY") from error
+    for model in (compressed, original):
+        name_in_cache(model, context)
     return compressed, original, tokenizer
 
 

@@ -92,6 +92,7 @@ def open_job(recipe: Recipe, context: RunContext, *, with_tasks: bool = True, wi
         revision=recipe.revision,
         **placing(recipe, context),
     )
+    name_in_cache(model, context)
     blocks = find_blocks(model)
     choices = recipe.choices(len(blocks)) if with_choices else ANYTHING
     check_layers(model, blocks)  # an unsupported family is refused before any text is read
@@ -106,6 +107,12 @@ def open_job(recipe: Recipe, context: RunContext, *, with_tasks: bool = True, wi
     other_recipe = recipe.model_copy(update={"calib_tokens": asked})
     crossed = (other[0], open_text(other_recipe, *other, context.progress)[0]) if other else None
     return Job(model, tokenizer, text, tasks, recipe, context, began, crossed, choices)
+
+
+def name_in_cache(model: Any, context: RunContext) -> None:
+    """Let entries of the cache that are about this model say its name."""
+    source = source_of(model)
+    context.cache.model_names[source.weights_sha256] = source.model
 
 
 def advise_batches(text: Text, context: RunContext) -> None:
@@ -141,6 +148,7 @@ def load_other(recipe: Recipe, model: Any, context: RunContext) -> tuple[Any, An
     context.progress.say(f"load {recipe.cross}")
     trust = context.trust_remote_code
     other, tokenizer = load_model(recipe.cross, trust_remote_code=trust, **placing(recipe, context))
+    name_in_cache(other, context)
     refuse_different_widths(model, other, str(recipe.model), recipe.cross)
     check_layers(other, find_blocks(other))
     return other, tokenizer

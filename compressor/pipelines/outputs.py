@@ -20,8 +20,9 @@ from compressor.report.page import page
 from compressor.report.record import ProfileSet, Record, SavedRecord
 from compressor.runtime import distributed
 from compressor.runtime.names import PROFILE, RECORD
-from compressor.runtime.outputs import finite, reporting_disk_errors, reserved, whole_directory, write_json
+from compressor.runtime.outputs import reporting_disk_errors, reserved, whole_directory, write_json
 from compressor.runtime.progress import Progress
+from compressor.runtime.safe_files import finite
 from compressor.runtime.stored_weights import hash_stored
 
 AnyRecord = TypeVar("AnyRecord", bound=Record | SavedRecord)

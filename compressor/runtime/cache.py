@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from compressor.runtime import distributed
+from compressor.runtime.cache_files import PARTIAL, choose_limit, default_directory, mark_used
 from compressor.runtime.errors import InputError
 from compressor.runtime.locks import owned_directory, remove_abandoned, scratch_directory
 from compressor.runtime.outputs import sync
@@ -22,15 +25,6 @@ from compressor.runtime.progress import Progress
 
 Tensors = dict[str, Tensor]
 KEY_VERSION = 6  # of what is kept under a key
-PARTIAL = ".partial-"  # an entry that is being written
-
-
-def default_directory() -> Path:
-    """$COMPRESSOR_CACHE, else where this system keeps what can be made again."""
-    named = os.environ.get("COMPRESSOR_CACHE")
-    if named:
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compressor"
 
 
 def open_cache(named: Path | None, progress: Progress) -> Cache:
@@ -53,6 +47,16 @@ def open_cache(named: Path | None, progress: Progress) -> Cache:
     return Cache(scratch_directory(progress), progress)
 
 
+def open_untouched(named: Path | None, scratch: bool, progress: Progress) -> UntouchedCache:
+    """The cache that a run would use, asked only what it holds; with `scratch`, or without a home, it keeps nothing."""
+    directory = Path(tempfile.gettempdir())
+    if not scratch:
+        with suppress(RuntimeError):  # this user has no home
+            directory = named or default_directory()
+    choose_limit(directory)  # a limit that a run would refuse is refused
+    return UntouchedCache(directory, progress)
+
+
 def cache_key(kind: str, model: Mapping[str, Any], text: str, **more: Any) -> dict[str, Any]:
     """What a measurement depends on: its kind, the identity of the model, the hash of the text, and whatever else."""
     return {"kind": kind, "version": KEY_VERSION, "model": dict(model), "text": text, **more}
@@ -63,6 +67,7 @@ class Cache:
 
     def __init__(self, directory: Path | None, progress: Progress) -> None:
         self.directory, self.progress, self.warned = directory, progress, False
+        self.model_names: dict[str, str] = {}  # by the hash of the weights; entries are marked with them
         if directory is not None:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -111,6 +116,8 @@ class Cache:
 
     def has(self, key: Mapping[str, Any]) -> bool:
         exists = distributed.rank() == 0 and self.directory is not None and self.place(key)[0].is_file()
+        if exists:
+            mark_used(self.place(key)[0])
         return bool(distributed.broadcast_value(exists))
 
     def place(self, key: Mapping[str, Any]) -> tuple[Path, str]:
@@ -125,6 +132,7 @@ class Cache:
                 notes = entry.metadata() or {}
                 tensors = {name: entry.get_tensor(name) for name in entry.keys()}  # noqa: SIM118
             if notes.get("key") == words and notes.get("sha256") == digest(sorted(tensors.items())):
+                mark_used(file)
                 return tensors
             reason = "its contents are not what was written"
         except FileNotFoundError:
@@ -138,7 +146,7 @@ class Cache:
         """One rename, so that a reader never sees half of it. A full disk costs the entry, not the run."""
         try:
             with owned_directory(file.parent, PARTIAL) as folder:
-                notes = {"key": words, "sha256": digest(sorted(tensors.items()))}
+                notes = {"key": words, "sha256": digest(sorted(tensors.items())), **self.name_model(words)}
                 partial = folder / file.name
                 save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, notes)
                 sync(partial)
@@ -148,6 +156,35 @@ class Cache:
             if not self.warned:  # one line: a full disk refuses every entry from here on
                 self.progress.say(f"warning: the cache {self.directory} was not written: {error}")
             self.warned = True
+
+    def name_model(self, words: str) -> dict[str, str]:
+        """The name of the model that a key is about, where it is known: for people who look into the cache."""
+        model = json.loads(words).get("model")
+        name = self.model_names.get(model.get("weights", "")) if isinstance(model, dict) else None
+        return {"model": name} if name else {}
+
+
+class UntouchedCache(Cache):
+    """A cache that is only asked what it holds: nothing in it is read, written, or marked as used."""
+
+    def __init__(self, directory: Path, progress: Progress) -> None:
+        super().__init__(None, progress)
+        self.directory = directory
+        there = next(folder for folder in (directory.absolute(), *directory.absolute().parents) if folder.exists())
+        if not there.is_dir():
+            raise InputError(f"the cache {directory} cannot be made: {there} is a file; name another with --cache")
+
+    def has(self, key: Mapping[str, Any]) -> bool:
+        return bool(distributed.broadcast_value(self.place(key)[0].is_file()))
+
+    def read_own(self, key: Mapping[str, Any]) -> Tensors | None:
+        return None
+
+    def write_own(self, key: Mapping[str, Any], tensors: Tensors) -> None:
+        """Nothing is written."""
+
+    def drop(self, key: Mapping[str, Any]) -> None:
+        """Nothing is removed."""
 
 
 def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
-import math
 import os
 import re
 import shutil
@@ -19,6 +17,7 @@ from compressor.runtime import distributed
 from compressor.runtime.errors import InputError, disk_reason
 from compressor.runtime.interrupts import WRITTEN
 from compressor.runtime.locks import locked, owned_directory, remove_abandoned
+from compressor.runtime.safe_files import to_json
 
 AT_FDCWD = -100  # relative paths begin at the working directory
 RENAME_EXCHANGE = 2
@@ -235,16 +234,3 @@ def write_json(file: Path, value: Any) -> None:
         partial.write_text(to_json(value) + "\n", encoding="utf-8")
         sync(partial)
         partial.replace(file)
-
-
-def to_json(value: Any) -> str:
-    return json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
-
-
-def finite(value: Any) -> Any:
-    """The value with None instead of infinite and undefined numbers."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value

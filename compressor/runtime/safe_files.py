@@ -1,12 +1,14 @@
 """JSON and YAML from untrusted files, read within limits of size and depth.
 
 Refused are files that are too large, values nested too deep for a recursive function, keys that stand twice (the first
-value would be lost in silence), YAML aliases (which can grow without end), and strings that UTF-8 cannot encode.
+value would be lost in silence), YAML aliases (which can grow without end), and strings that UTF-8 cannot encode. JSON
+that is written has no numbers that other readers refuse.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -166,3 +168,16 @@ def read_json(path: Path, model: str, most: int = JSON_BYTES) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(f"{path.name} of {model} is not a JSON object; save the model again")
     return content
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def finite(value: Any) -> Any:
+    """The value with None instead of infinite and undefined numbers."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value

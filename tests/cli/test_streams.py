@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import Compress
 
-COMMANDS = ["run", "profile", "plan", "apply", "check", "info", "push", "export"]
+COMMANDS = ["run", "profile", "plan", "apply", "check", "info", "push", "export", "cache"]
 LOCALES = {
     "C": {"LC_ALL": "C"},
     "POSIX": {"LC_ALL": "POSIX"},

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compressor.evaluate import evaluator as assessing
-from compressor.runtime.cache import Cache, default_directory, open_cache
+from compressor.runtime.cache import Cache, open_cache
+from compressor.runtime.cache_files import default_directory
 from compressor.runtime.errors import InputError
 from compressor.runtime.locks import owned_directory
 from compressor.runtime.progress import Progress

@@ -155,6 +155,16 @@ def test_too_few_batches_for_the_processes_are_told(
     ]
 
 
+def test_a_dry_run_of_two_processes_says_it_once(start: Start, place: Path) -> None:
+    processes = start([place / "llama", *job(place, "dry"), "--dry-run", "--json"], place / "cache-dry")
+    results = [process.communicate(timeout=TIMEOUT) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], results[0][1]
+    assert json.loads(results[0][0])["processes"] == 2
+    assert results[1][0] == ""
+    assert not (place / "cache-dry").exists()
+    assert not (place / "dry").exists()
+
+
 def test_bad_input_is_one_line_for_all(start: Start, place: Path) -> None:
     processes = start([place / "nowhere", *job(place, "bad")], place / "cache-bad")
     results = [process.communicate(timeout=TIMEOUT) for process in processes]

@@ -1,0 +1,106 @@
+"""A rough guess, before any work, at how many parameters a budget may remove: from the gradients of a few windows.
+
+With x, a and g the rows of a block's inputs, neurons' activations and loss gradients, and w the row that neuron j adds
+to the output, c_tj = (a_tj − mean a_j)·(w_j·g_t) is what the removal of neuron j costs token t to first order. Removing
+a set S, its mean in the bias, costs about ½·E[(Σ_S c_tj)²] nats per token. Neurons go in the order of E[c²], and the
+budget is spent over all blocks by damage per parameter, as the planner does. That is pessimistic: refits and
+compensation win a factor that depends on the model. The range of this factor is what real runs have shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compressor.measure.gradients import Gradients, visit_gradients
+from compressor.measure.moments import ACCUMULATION_DTYPE
+from compressor.models.blocks import Block
+from compressor.models.neurons import Neurons
+from compressor.plan.candidates import NEURON_SHARES, round_count
+from compressor.plan.frontier import Candidate, grow_plans, lower_hull
+from compressor.plan.shapes import Shape
+from compressor.runtime.progress import Progress
+
+# How many times the budget this estimate needs to remove what a real run removes, which has refits, compensation and
+# other kinds of replacement: 1.2 to 2 in runs of the built-in model (+0.25 to +2), 1.6 to 3.2 in those of SmolLM2-135M
+# (+1 to +10). A run whose plan a task or the clock refuses removes less.
+GAINS = (1.0, 4.0)
+
+
+@dataclass(frozen=True)
+class SizeRange:
+    """The parameters that a budget may remove, roughly."""
+
+    least: int
+    most: int
+
+
+def neuron_damages(neurons: Neurons, rows: Gradients, counts: Sequence[int]) -> list[float]:
+    """Predicted nats per token of keeping so many of a block's neurons, for each of the counts."""
+    a = neurons.activate(rows.x.to(neurons.outer))
+    contributions = ((a - a.mean(0)) * (rows.g.to(a) @ neurons.outer.T)).to(ACCUMULATION_DTYPE)
+    damages = torch.stack([damages_in_order(*halves) for halves in both_ways(contributions)]).mean(0)
+    return [0.0 if count == neurons.count else damages[neurons.count - count - 1].item() for count in counts]
+
+
+def both_ways(rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Two halves of the rows, to choose on the one and to judge on the other."""
+    first, second = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    return [(first, second), (second, first)]
+
+
+def damages_in_order(choosing: Tensor, judging: Tensor) -> Tensor:
+    """The damage of removing the first, the first two, … neurons. Their order comes from other rows than the damage: in
+    its own rows what was chosen would look cheaper than it is."""
+    order = choosing.square().mean(0).argsort()
+    return judging[:, order].cumsum(1).square().mean(0) / 2
+
+
+def mean_damage(rows: Gradients) -> float:
+    """Predicted nats per token of the block's mean output in its place, where its neurons are not known."""
+    y, g = rows.y.to(ACCUMULATION_DTYPE), rows.g.to(ACCUMULATION_DTYPE)
+    return ((y - y.mean(0)) * g).sum(1).square().mean().item() / 2
+
+
+def estimate_candidates(block: Block, neurons: Neurons | None, rows: Gradients) -> list[Candidate]:
+    """What the block may become, with rough damages."""
+    if neurons is None:
+        shape = Shape(0, 0)
+        return [Candidate(block.index, shape, block.parameters - shape.parameters(block.width, 0), mean_damage(rows))]
+    counts = sorted({round_count(share * neurons.count, neurons.count) for share in NEURON_SHARES} | {0})
+    shapes = [Shape(0, count) for count in counts]
+    return [
+        Candidate(block.index, shape, block.parameters - shape.parameters(block.width, neurons.size), damage)
+        for shape, damage in zip(shapes, neuron_damages(neurons, rows, counts), strict=True)
+    ]
+
+
+def survey_roughly(
+    model: Any, blocks: list[Block], neurons: Mapping[int, Neurons | None], windows: Tensor
+) -> list[list[Candidate]]:
+    """The candidates of every block from one forward and one backward pass over these windows."""
+    hulls: list[list[Candidate]] = []
+
+    def visit(block: Block, rows: Gradients) -> None:
+        with torch.no_grad():
+            hulls.append(lower_hull(estimate_candidates(block, neurons[block.index], rows)))
+
+    visit_gradients(model, blocks, windows, visit, Progress(), tokens=windows.numel())
+    return hulls
+
+
+def count_removed(hulls: list[list[Candidate]], nats: float) -> int:
+    """Parameters that go when so many nats per token are spent where they save most."""
+    saved = {(c.index, c.shape): c.saved for hull in hulls for c in hull}
+    fitting = [shapes for shapes, damage in grow_plans(hulls) if damage <= nats]
+    return sum(saved[item] for item in fitting[-1].items()) if fitting else 0
+
+
+def estimate_size(hulls: list[list[Candidate]], nats: float) -> SizeRange:
+    """The range of parameters that a budget of so many nats per token may remove."""
+    least, most = (count_removed(hulls, gain * nats) for gain in GAINS)
+    return SizeRange(least, most)

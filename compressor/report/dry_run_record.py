@@ -1,0 +1,137 @@
+"""What a dry run says: the record that `--json` prints, and its lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from compressor.report.formats import num, percent
+from compressor.report.record_parts import Budget, Count, Part, Source, Texts
+from compressor.runtime.resources import format_bytes
+
+LEAST_SHOWN = 0.05  # of the whole time: shorter steps are told together
+
+
+class BlockSizes(Part):
+    """The feed-forward blocks that are alike: how many, and their sizes. Neurons are None where they are not known."""
+
+    count: Count
+    width: Count
+    neurons: Count | None
+    matrices: Count | None
+    parameters: Count
+
+
+class SecondsRange(Part):
+    """A time on this machine, roughly."""
+
+    expected: float
+    least: float
+    most: float
+
+
+class StepEstimate(SecondsRange):
+    """One step of the job; `kept` where what it measures is in the cache, so that it takes no time."""
+
+    name: str
+    kept: bool
+
+
+class Resources(Part):
+    """Bytes of memory and disk that the job takes, and those that can be had."""
+
+    memory: Count
+    memory_available: Count
+    statistics: Count  # written to the cache; 0 where they are there
+    cache: str
+    cache_free: Count
+    result: Count
+
+
+class SizeEstimate(Part):
+    """The parameters that the budget may remove, roughly, from a few tokens."""
+
+    least: Count
+    most: Count
+    least_fraction: float
+    most_fraction: float
+    tokens: Count
+    perplexity: float
+
+
+class DryRunRecord(Part):
+    """What a job would do, and what it would take. Nothing was written."""
+
+    dry_run: bool = True
+    source: Source
+    parameters: Count
+    blocks: list[BlockSizes]
+    budget: Budget
+    objective: str
+    text: Texts
+    tasks: dict[str, Count] = Field(default_factory=dict)  # name → documents
+    out: str | None
+    processes: Count
+    seconds: SecondsRange
+    steps: list[StepEstimate]
+    rates: dict[str, tuple[float, float]]  # seconds of one unit of each kind of work: the least and the most timed
+    resources: Resources
+    size: SizeEstimate
+    sample_seconds: float
+
+
+def dry_run_lines(record: DryRunRecord) -> list[str]:
+    """What would be done, on what, how long, with what, and how small it may get."""
+    text, resources, size = record.text, record.resources, record.size
+    splits = {name: getattr(text, name) for name in ("calibration", "selection", "verification")}
+    tokens = " / ".join(f"{name} {split.tokens:,}" for name, split in splits.items() if split is not None)
+    names = f" of {', '.join(text.names)}" if len(text.names) > 1 else ""
+    tasks = "".join(f", {name} ({documents:,} documents)" for name, documents in record.tasks.items())
+    where = f" into {record.out}" if record.out else ""
+    statistics = f"statistics {format_bytes(resources.statistics)} in {resources.cache}" if resources.statistics else ""
+    statistics = statistics or f"statistics as they are in {resources.cache}"
+    shares = [percent(share) for share in (size.least_fraction, size.most_fraction)]
+    return [
+        f"would compress {record.source.model} ({num(record.parameters / 1e6, form='.1f')} M parameters, "
+        f"{'; '.join(map(block_words, record.blocks))}){where}, for at most {budget_words(record.budget)}",
+        f"text: {tokens} tokens{names} in windows of {text.seq_len}{tasks}",
+        f"time: about {duration(record.seconds.expected)} on this machine ({duration(record.seconds.least)} to "
+        f"{duration(record.seconds.most)}): {step_words(record.steps)}",
+        f"memory: about {format_bytes(resources.memory)} ({format_bytes(resources.memory_available)} can be had)",
+        f"disk: {statistics} ({format_bytes(resources.cache_free)} free), the result {format_bytes(resources.result)}",
+        f"size: between about {shares[0]} and {shares[1]} of the parameters may go ({size.least:,} to {size.most:,}; "
+        f"rough: from {size.tokens:,} tokens)",
+        "nothing was written",
+    ]
+
+
+def budget_words(budget: Budget) -> str:
+    return f"+{budget.asked} of perplexity"
+
+
+def block_words(blocks: BlockSizes) -> str:
+    """Blocks that are alike: 30 blocks of 3 × 576 × 1,536."""
+    many = "1 block" if blocks.count == 1 else f"{blocks.count:,} blocks"
+    if blocks.neurons is None:
+        return f"{many} of width {blocks.width:,}, neurons not known"
+    return f"{many} of {blocks.matrices} × {blocks.width:,} × {blocks.neurons:,}"
+
+
+def step_words(steps: Sequence[StepEstimate]) -> str:
+    """The steps that take longest, the others together, and what was measured before."""
+    whole = sum(step.expected for step in steps)
+    shown = [step for step in steps if step.expected > LEAST_SHOWN * whole]
+    words = [f"{step.name} {duration(step.expected)}" for step in shown]
+    rest = whole - sum(step.expected for step in shown)
+    kept = [f"{step.name} measured before" for step in steps if step.kept]
+    return ", ".join([*words, *([f"the rest {duration(rest)}"] if rest > 0 else []), *kept])
+
+
+def duration(seconds: float) -> str:
+    """Seconds, minutes or hours, to as many digits as an estimate deserves."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.1f} min" if seconds < 600 else f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
