@@ -1,22 +1,33 @@
-"""The budget: the largest rise in perplexity and fall in task scores that the user accepts, and how surely."""
+"""The budget: the largest rise in perplexity and fall in task scores that the user accepts, and how surely; and how
+many parameters must go."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 from compressor.runtime.errors import InputError
-from compressor.runtime.names import UNNAMED, split_name
+from compressor.runtime.names import NO_LIMIT, UNNAMED, split_name
+
+USUAL_NATS = 0.02  # nats per token by which costs are weighed on a text without a limit
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A rise in perplexity, absolute or as a percentage of the baseline; `confidence` 0 takes the point estimate."""
+    """A rise in perplexity, absolute or as a percentage of the baseline; `confidence` 0 takes the point estimate.
+
+    An infinite rise is no limit: perplexity is then only reported.
+    """
 
     amount: float
     percent: bool = False
     confidence: float = 0.95
+
+    @property
+    def limited(self) -> bool:
+        return math.isfinite(self.amount)
 
     @classmethod
     def parse(cls, text: str | float, confidence: float = 0.95) -> Budget:
@@ -37,17 +48,60 @@ class Budget:
         return baseline * self.amount / 100 if self.percent else self.amount
 
     def __str__(self) -> str:
+        if not self.limited:
+            return NO_LIMIT
         digits = repr(self.amount).removesuffix(".0")  # all of them: the record is read back
         return f"{digits}%" if self.percent else digits
 
 
 @dataclass(frozen=True)
+class Removal:
+    """How many parameters must go at least: a number of them, or a percentage of all parameters of the model."""
+
+    amount: float
+    percent: bool = False
+
+    @classmethod
+    def parse(cls, text: str | float) -> Removal:
+        word = str(text).strip()
+        percent = word.endswith("%")
+        try:
+            amount = float(word.removesuffix("%"))
+        except ValueError:
+            raise InputError(
+                f"--remove must be a percentage or a number of parameters, got {word!r}; try --remove 10%"
+            ) from None
+        if not math.isfinite(amount) or amount <= 0 or (percent and amount >= 100):
+            raise InputError(
+                f"--remove must be above 0 and below 100 % of the parameters, got {word}; try --remove 10%"
+            )
+        if not percent and not amount.is_integer():
+            raise InputError(f"--remove {word} is no whole number of parameters; a share is written --remove 10%")
+        return cls(amount, percent)
+
+    def parameters(self, model: int) -> int:
+        """The fewest parameters that may go from a model of this many."""
+        return math.ceil(Fraction(str(self.amount)) * model / 100) if self.percent else int(self.amount)
+
+    def __str__(self) -> str:
+        return f"{repr(self.amount).removesuffix('.0')}%" if self.percent else str(int(self.amount))
+
+
+@dataclass(frozen=True)
 class Limits:
-    """What the budget of every text allows, given the source's perplexity on that text."""
+    """What the budget of every text allows, given the source's perplexity on that text.
+
+    A text without a limit allows any rise; its nats are a usual cost, by which blocks are judged and texts compared.
+    """
 
     budgets: dict[str, Budget]
     allowed: dict[str, float]  # text → rise in perplexity
     nats: dict[str, float]  # the same in nats per token, which hold for other windows of the same text too
+
+    @property
+    def limited(self) -> bool:
+        """Whether perplexity has a limit; either all texts have one or none."""
+        return all(budget.limited for budget in self.budgets.values())
 
     @property
     def smallest(self) -> float:
@@ -65,7 +119,10 @@ class Limits:
 def compute_limits(budgets: Mapping[str, Budget], baselines: Mapping[str, float]) -> Limits:
     """The limits on texts on which the source has these perplexities."""
     allowed = {name: budgets[name].allowed_rise(baseline) for name, baseline in baselines.items()}
-    nats = {name: math.log1p(allowed[name] / baseline) for name, baseline in baselines.items()}
+    nats = {
+        name: math.log1p(allowed[name] / baseline) if budgets[name].limited else USUAL_NATS
+        for name, baseline in baselines.items()
+    }
     return Limits(dict(budgets), allowed, nats)
 
 
@@ -108,9 +165,12 @@ def values_by_name(option: str, words: Iterable[str], names: Iterable[str], what
     return given
 
 
-def parse_budgets(words: Iterable[str], texts: Iterable[str], confidence: float) -> dict[str, Budget]:
-    """The budget of every text. A text without one is refused: nothing would bound what it loses."""
+def parse_budgets(words: Iterable[str] | None, texts: Iterable[str], confidence: float) -> dict[str, Budget]:
+    """The budget of every text. A text without one is refused: nothing would bound what it loses. Without any words
+    (None) no text has a limit."""
     texts = list(texts)
+    if words is None:
+        return {name: Budget(math.inf, confidence=confidence) for name in texts}
     given = values_by_name("--max-dppl", words, texts, "text")
     for name in texts:
         if not given.get(name, given.get(None)):

@@ -16,7 +16,7 @@ from compressor.patch.checkpoint import count_parameters
 from compressor.pipelines import recipe as recipes
 from compressor.pipelines.baseline import BaselineFile, baseline_of, compare_with, read_baseline, refuse_other_model
 from compressor.pipelines.describe import describe_assessment, describe_sizes, describe_source, describe_text
-from compressor.pipelines.job import context_for, make_evaluator, name_tasks, open_text, placing, timings
+from compressor.pipelines.job import context_for, make_evaluator, name_tasks, open_text, placing, size_target, timings
 from compressor.pipelines.recipe import Recipe
 from compressor.report.ci import append_summary, junit, refuse_unwritable
 from compressor.report.page import page
@@ -62,6 +62,11 @@ def run(directory: Path, options: Mapping[str, Any], gate: Gate, context: RunCon
     recorded = read_record(directory)
     baseline = gate.refuse_mistakes()
     recipe = recipe_of(directory, options, recorded)
+    if recipe.max_dppl is None and gate.baseline is None:
+        raise InputError(
+            f"{directory} was made for a size ({recorded_size(recorded)}), with no limit on perplexity to check; give "
+            "one with --max-dppl 1.0, or compare with --baseline FILE"
+        )
     context = context_for(recipe, context)
     # Recorded budgets of tasks that are not looked at this time mean nothing here.
     recorded_drops = [] if options.get("max_task_drop") else recipe.max_task_drop or []
@@ -92,7 +97,7 @@ def run(directory: Path, options: Mapping[str, Any], gate: Gate, context: RunCon
         text=describe_text(text),
         parameters=sizes,
         recipe=recipe.settings(),
-        **describe_assessment(assessment, evaluator),
+        **describe_assessment(assessment, evaluator, sizes, size_target(recipe, count_parameters(original))),
     )
     record = record.with_parts(warnings=[*record.warnings, *differences(recorded, record)])
     now = baseline_of(record)
@@ -117,7 +122,7 @@ def recipe_of(directory: Path, options: Mapping[str, Any], recorded: Record | Sa
     file = directory / "recipe.yaml"
     recipe = recipes.resolve(file if file.is_file() else None, dict(options))
     budget = recipe.max_dppl or recorded_budget(recorded)
-    if options.get("text") and not options.get("max_dppl"):
+    if budget and options.get("text") and not options.get("max_dppl"):
         budget = of_names(budget, group_by_name(recipe.text or []))
     return recipe.model_copy(update={"max_dppl": budget})
 
@@ -165,11 +170,17 @@ def of_names(words: Iterable[str], names: Iterable[str]) -> list[str]:
     return [word for word in words if split_name(word)[0] in known]
 
 
-def recorded_budget(recorded: Record | SavedRecord) -> list[str]:
-    """The budget that the checkpoint was made with, as words of the command line."""
+def recorded_budget(recorded: Record | SavedRecord) -> list[str] | None:
+    """The budget that the checkpoint was made with, as words of the command line; None: perplexity had no limit."""
     if not isinstance(recorded, Record) or recorded.budget is None:
         raise InputError("the checkpoint records no budget; give one with --max-dppl 1.0")
-    return recorded.budget.asked.split(",")
+    return None if recorded.budget.max_dppl is None else recorded.budget.asked.split(",")
+
+
+def recorded_size(recorded: Record | SavedRecord) -> str:
+    """The size that the checkpoint was made for, as words of the command line."""
+    budget = recorded.budget if isinstance(recorded, Record) else None
+    return f"--remove {budget.remove.asked}" if budget and budget.remove else "none is recorded"
 
 
 def differences(recorded: Record | SavedRecord, now: Record) -> list[str]:

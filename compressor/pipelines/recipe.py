@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, field_validator
 
-from compressor.evaluate.budget import Budget, parse_budgets, parse_task_drop
+from compressor.evaluate.budget import Budget, Removal, parse_budgets, parse_task_drop
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS, split_name
 from compressor.runtime.safe_files import parse_yaml, read_named
@@ -78,6 +78,11 @@ class Recipe(BaseModel):
     max_dppl: Amounts | None = Field(
         default=None,
         description="largest rise in perplexity: 1.0, or 2% of the baseline; NAME=1.0 for one text of several",
+    )
+    remove: Amounts | None = Field(
+        default=None,
+        description="least that must go, at the smallest rise in perplexity: 10% of all parameters, or a number of "
+        "them; with --max-dppl both must hold",
     )
     confidence: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
         default=0.95, description="of the interval's upper end; 0 = point estimate"
@@ -148,6 +153,16 @@ class Recipe(BaseModel):
     def budgets_are_sound(cls, words: list[str] | None) -> list[str] | None:
         return check_each(words, Budget.parse)
 
+    @field_validator("remove")
+    @classmethod
+    def sizes_are_sound(cls, words: list[str] | None) -> list[str] | None:
+        try:
+            for word in words or []:
+                Removal.parse(word)
+        except InputError as error:
+            raise ValueError(str(error)) from error
+        return words
+
     @field_validator("max_task_drop")
     @classmethod
     def drops_are_sound(cls, words: list[str] | None) -> list[str] | None:
@@ -162,19 +177,39 @@ class Recipe(BaseModel):
         except ValueError:
             return words[0]
 
-    def several_budgets(self) -> list[list[str]]:
-        """Budgets for all texts together, smallest first, when there are several; else the one as it is."""
-        words = self.max_dppl or []
-        return [[word] for word in words] if len(words) > 1 and not any("=" in word for word in words) else [words]
+    @field_serializer("remove")
+    def one_size_stands_alone(self, words: list[str] | None) -> Any:
+        if words is None or len(words) > 1:
+            return words
+        return words[0] if words[0].strip().endswith("%") else int(float(words[0]))
+
+    def searches(self) -> list[Recipe]:
+        """One recipe for each of several budgets for all texts together, or for each of several sizes; else this."""
+        budgets, sizes = self.max_dppl or [], self.remove or []
+        several_budgets = len(budgets) > 1 and not any("=" in word for word in budgets)
+        if several_budgets and len(sizes) > 1:
+            raise InputError("--max-dppl and --remove both have several values; give several of one of them")
+        if several_budgets:
+            return [self.model_copy(update={"max_dppl": [word]}) for word in budgets]
+        return [self.model_copy(update={"remove": [word]}) for word in sizes] if len(sizes) > 1 else [self]
 
     def budgets(self, texts: Iterable[str]) -> dict[str, Budget]:
-        """The budget of every text that is measured."""
-        return parse_budgets(self.require_budget(), texts, self.confidence)
+        """The budget of every text that is measured; without limits where perplexity has none."""
+        return parse_budgets(self.max_dppl, texts, self.confidence)
 
-    def require_budget(self) -> list[str]:
-        if self.max_dppl is None:
-            raise InputError("--max-dppl is missing: say how much perplexity may rise, such as --max-dppl 1.0 or 2%")
-        return self.max_dppl
+    def removal(self) -> Removal | None:
+        """How much must go, if that was asked for."""
+        if self.remove is not None and len(self.remove) > 1:
+            raise InputError("--remove is given twice; give it once, or several sizes to `compress plan`")
+        return Removal.parse(self.remove[0]) if self.remove else None
+
+    def require_budget(self) -> None:
+        """Refuse a recipe that asks for nothing: neither how good the result must be nor how small."""
+        if self.max_dppl is None and self.remove is None:
+            raise InputError(
+                "--max-dppl is missing: say how much perplexity may rise, such as --max-dppl 1.0 or 2%; or how much "
+                "must go, such as --remove 10%"
+            )
 
     def settings(self) -> dict[str, Any]:
         """The keys that determine the result, without where it goes."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from compressor.evaluate.budget import Budget, Limits, compute_limits, parse_budgets, text_prefix
+from compressor.evaluate.budget import Budget, Limits, Removal, compute_limits, parse_budgets, text_prefix
 from compressor.evaluate.intervals import end_score
 from compressor.evaluate.perplexity import PerplexityChange, evaluate
 from compressor.measure.gradients import Damage
@@ -16,6 +16,7 @@ from compressor.measure.profile import Profile
 from compressor.measure.verdicts import Verdict, judge_all
 from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import find_blocks
+from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import patch
 from compressor.plan.calibration import Calibration, binding_calibration, calibrate, correct_predictions
 from compressor.plan.candidates import BlockCandidates
@@ -109,6 +110,7 @@ class Planner:
         self.compensation = USUAL_COMPENSATION
         self.scale = 1.0  # measured over predicted cost, of the last plan that was tried
         self.banned: set[Shape] = set()  # shapes that run slower than the block they would replace
+        self.most_saved: dict[int, int] = {}  # by block: parameters that it may save at most, since a task refused more
         self.unsafe = [index for index in space.candidates if verdicts[index].word == "unsafe"]
         self.mild_tried = False
         corrected = correct_predictions(space.candidates, space.calibrations, limits.nats)
@@ -126,7 +128,13 @@ class Planner:
         """The candidates that may be chosen and save parameters, block by block."""
         left_out = self.runner.overflowing
         usable = [
-            [c for c in row if c.saved > 0 and c.shape not in self.banned and (c.index, c.shape) not in left_out]
+            [
+                c
+                for c in row
+                if 0 < c.saved <= self.most_saved.get(c.index, c.saved)
+                and c.shape not in self.banned
+                and (c.index, c.shape) not in left_out
+            ]
             for row in self.candidates.values()
         ]
         return [row for row in usable if row]
@@ -338,6 +346,10 @@ class Planner:
             shapes, predicted = {index: candidate.shape}, candidate.damage
         return self.make_plan(self.runner.attempt(shapes, predicted, compensated=plan.compensated))
 
+    def hold(self, index: int, shape: Shape | None) -> None:
+        """From here on a block saves at most what this shape saves; without a shape it is left alone."""
+        self.most_saved[index] = self.space.candidates[index].saved(shape) if shape else 0
+
     def count_saved(self, plan: Plan) -> int:
         """The parameters that a plan removes."""
         return sum(self.runner.candidates[index].saved(shape) for index, shape in plan.shapes.items())
@@ -396,16 +408,31 @@ def plan(
     profile: Profile,
     text: Text,
     *,
-    max_dppl: str | float | Mapping[str, str | float],
+    max_dppl: str | float | Mapping[str, str | float] | None = None,
+    remove: str | float | None = None,
     objective: str = "speed",
     context: RunContext | None = None,
 ) -> Plan:
-    """Search for the largest plan inside the budget. The model is left as it was; BudgetError when nothing fits."""
+    """Search for the largest plan inside the budget, or for the cheapest that removes at least so much (`remove`: 10%,
+    or a number of parameters). The model is left as it was; BudgetError when nothing fits."""
+    from compressor.plan.removal import (
+        SizeTarget,
+        refuse_over_selection,
+        refuse_too_large,
+        search_size,
+    )  # it builds on this module
+
     context = context or RunContext()
+    if max_dppl is None and remove is None:
+        raise InputError("plan needs max_dppl or remove, such as max_dppl=1.0 or remove='10%'")
     words = [f"{k}={v}" for k, v in max_dppl.items()] if isinstance(max_dppl, Mapping) else [str(max_dppl)]
-    budgets = parse_budgets(words, text.counts, context.confidence)
+    budgets = parse_budgets(None if max_dppl is None else words, text.counts, context.confidence)
+    target = None if remove is None else SizeTarget(Removal.parse(remove), count_parameters(model))
+    if target is not None:
+        refuse_too_large(target, find_blocks(model))
     space = prepare_search(model, text, context)
-    return make_planner(space, profile, budgets, objective=objective, room=ROOM).search()
+    planner = make_planner(space, profile, budgets, objective=objective, room=ROOM)
+    return planner.search() if target is None else refuse_over_selection(planner, search_size(planner, target), target)
 
 
 def fit_shapes(

@@ -13,7 +13,6 @@ from pydantic import Field, ValidationError, model_validator
 
 import compressor
 from compressor.report.record_parts import (
-    Agreement,
     Block,
     Breakdown,
     Budget,
@@ -21,7 +20,6 @@ from compressor.report.record_parts import (
     Corpus,
     CorpusPair,
     CrossSummary,
-    FrontierPoint,
     Generation,
     Parameters,
     Part,
@@ -37,9 +35,9 @@ from compressor.report.record_parts import (
     TextResult,
     Texts,
     Tool,
-    TriedPlan,
     Verdict,
 )
+from compressor.report.search_parts import Agreement, FrontierPoint, TriedPlan
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import EXPORT, RECORD, UNNAMED
 from compressor.runtime.safe_files import read_json
@@ -124,7 +122,8 @@ class Record(Versioned):
         """Every text against its budget; an older record of one text has its figures at the top alone."""
         if self.texts or self.perplexity is None or self.budget is None:
             return self.texts
-        passed = self.perplexity.delta_upper <= self.budget.max_dppl
+        limit = self.budget.max_dppl
+        passed = None if limit is None else self.perplexity.delta_upper <= limit
         budget = self.budget.model_dump(include={"max_dppl", "asked"})
         return {UNNAMED: TextResult(**self.perplexity.model_dump(), **budget, passed=passed)}
 
