@@ -141,7 +141,7 @@ def simulate_text(
     )
     with mock.patch.object(verify, "measure_plan", lambda _, __, plan: verification.losses(plan.step)[1]):
         try:
-            plan, _, _ = verify.search_text(planner, evaluator, verification.losses(0.0)[0])  # type: ignore[arg-type]
+            plan, *_ = verify.search_text(planner, evaluator, verification.losses(0.0)[0])  # type: ignore[arg-type]
         except BudgetError:
             return 0.0
     return float(plan.step)  # type: ignore[attr-defined]
@@ -224,6 +224,12 @@ class SimulatedBlocks:
         rest = {i: shape for i, shape in plan.shapes.items() if i != index}
         return SimpleNamespace(shapes=rest, fits=rest) if rest else None
 
+    def hold(self, index: int, shape: Any) -> None:
+        """Nothing is searched again, so there is nothing to keep from coming back."""
+
+    def search(self, budget_factor: float, ceiling: float) -> Any:
+        raise BudgetError("no other block would use what is freed")
+
 
 @contextmanager
 def no_models() -> Iterator[None]:
@@ -238,7 +244,7 @@ def no_models() -> Iterator[None]:
     with (
         mock.patch.object(verify, "patched", nothing),
         mock.patch.object(verify, "identify_patched", lambda _, fits: {"replaced": {str(i): 1 for i in fits}}),
-        mock.patch.object(verify, "search_text", return_value=(plan, None, 1)),
+        mock.patch.object(verify, "search_text", return_value=(plan, None, 1, 1.0)),
         mock.patch.object(verify, "measure_plan", return_value=None),
         mock.patch.object(verify, "share_used", return_value=0.0),
     ):

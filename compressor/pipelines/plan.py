@@ -102,8 +102,8 @@ class Search:
 
 
 def find_point(search: Search, out: Path, by_size: bool) -> FrontierPoint:
-    """One point of the frontier, for one size or budget of several: its plan in a file of its own, what goes, and what it
-    costs on the selection text."""
+    """One point of the frontier, for one size or budget: its plan in a file of its own, what goes, and what it costs on
+    the selection text."""
     job, size = search.job, search.describe_size() if by_size else None
     asked = str(present(search.recipe.remove if by_size else search.recipe.max_dppl)[0])
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -229,9 +229,24 @@ class SizeSearch:
             costs[number] = self.planner.measured_cost(self.runner.attempt(*plans[number]))
 
         step = find_dear_step(plans, costs, WORTH_CORRECTING * self.planner.limits.smallest, measure)
-        if step is not None:
-            self.planner.believe_step(plans, step, costs)
-        return step is not None
+        if step is None:
+            return False
+        before = plans[step - 1][0] if step else {}
+        dear = next(c for c in candidates if c.index in plans[step][0] and c.index not in before)
+        measured = costs[step].measured - (costs[step - 1].measured if step else 0.0)
+        self.correct_block(dear, measured - dear.damage)
+        return True
+
+    def correct_block(self, dear: Candidate, surplus: float) -> None:
+        """Add what a candidate cost beyond its prediction to those of its block, to smaller ones in proportion."""
+        corrected = [
+            replace(c, damage=c.damage + surplus * min(1.0, c.saved / dear.saved))
+            for c in self.planner.candidates[dear.index]
+        ]
+        self.planner.candidates[dear.index] = [c for c in corrected if math.isfinite(c.damage)]
+        self.planner.progress.say(
+            f"  block {dear.index} ({dear.shape}) costs far more than predicted, and is believed to"
+        )
 
     def best_trial(self) -> Trial:
         """Of all tried plans that reach the size with usable shapes, the one with the smallest measured cost."""
