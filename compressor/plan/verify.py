@@ -149,7 +149,7 @@ def spend_freed_budget(
     used = share_used(planner.limits, evaluator.compare_texts(source, held.measured.losses))
     for _ in range(MOST_REFILLS if used < AIMED_SHARE else 0):
         try:
-            plan = planner.search(budget_factor, math.inf)
+            plan = planner.search(AIMED_SHARE * budget_factor, math.inf)  # it has one look
         except BudgetError:
             break
         if planner.count_saved(plan) <= planner.count_saved(held.plan):
