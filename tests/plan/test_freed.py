@@ -14,14 +14,17 @@ from planted import SEQ_LEN
 from torch import Tensor
 from zoo import tiny_model
 
-from compressor.evaluate.budget import Budget
+from compressor.evaluate.budget import Budget, Removal, parse_budgets
 from compressor.evaluate.evaluator import Evaluator
 from compressor.evaluate.tasks import Scores, Task
 from compressor.measure.profile import measure
 from compressor.models.source import identify
+from compressor.patch.checkpoint import count_parameters
 from compressor.plan import verify
+from compressor.plan.removal import SizeTarget, search_size
 from compressor.plan.search import Planner, SearchSpace, make_planner, prepare_search
 from compressor.runtime.context import RunContext
+from compressor.runtime.errors import BudgetError
 from compressor.text import Split, Text
 
 CONTEXT = RunContext(confidence=0)
@@ -96,3 +99,21 @@ def test_the_freed_budget_buys_more_of_the_other_blocks(
     assert verified.task_looks == {"task": walked_back.task_looks["task"] + 1}
     texts = evaluator.compare_texts(source.losses, verified.measured.losses)
     assert verify.share_used(planner.limits, texts) <= 1
+
+
+def test_a_task_that_a_size_breaks_is_named(job: tuple[Any, Text, SearchSpace, Any]) -> None:
+    model, text, _, profile = job
+    budgets = parse_budgets(None, ["text"], 0.0)
+    planner = make_planner(job[2], profile, budgets, objective="size")
+    target = SizeTarget(Removal.parse("5%"), count_parameters(model))
+    spared = (set(range(3)) - set(search_size(planner, target).shapes)).pop()
+    evaluator = PlantedTask(text, spared)
+    evaluator.budgets = budgets
+    source = evaluator.measure(model, "source", identify(model))
+    verified = verify.verify_size(planner, evaluator, source, target)
+    assert (verified.looks, verified.task_looks) == (1, {"task": 1})
+    evaluator.block = next(iter(verified.plan.shapes))
+    with pytest.raises(
+        BudgetError, match=r"^--remove 5% is .*: task task gave way, with a drop of \+1\.0000 "
+    ):
+        verify.verify_size(planner, evaluator, source, target)
