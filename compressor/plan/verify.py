@@ -14,7 +14,7 @@ from compressor.evaluate.tasks import Scores, TaskChange, find_lost_documents, s
 from compressor.patch.tree import identify_patched, patched
 from compressor.plan.removal import SizeTarget, explain_conflict, say_affordable, search_size
 from compressor.plan.search import Plan, Planner
-from compressor.plan.shapes import Shapes, list_shapes
+from compressor.plan.shapes import Shape, Shapes, list_shapes
 from compressor.runtime.errors import BudgetError
 
 MOST_VERIFICATIONS = 5  # looks at the verification text
@@ -143,7 +143,7 @@ def spend_freed_budget(
     allows one; else the plan that holds.
 
     The larger plan must hold on the verification text by one more look, then on the tasks by the same rule as any other
-    plan. After a refusal by a task, the block that costs it most is left alone as well, so that the rounds end.
+    plan. After a refusal by a task, the block that costs it most gets no more than it has, or is left alone.
     """
     source, looks = judge.source.losses, held.looks
     used = share_used(planner.limits, evaluator.compare_texts(source, held.measured.losses))
@@ -163,9 +163,18 @@ def spend_freed_budget(
             planner.progress.say("  the freed budget is spent on other blocks, and the tasks hold")
             return VerifiedPlan(plan, Measured(losses, scores, None), looks, judge.task_looks)
         index = judge.find_worst_block(plan, scores, refusal)
-        planner.progress.say(f"  task {', '.join(refusal.broken)} refuses the larger plan: block {index} is left alone")
-        planner.hold(index, None)
+        shape = accepted_shape(planner, held.plan, plan, index)
+        planner.progress.say(
+            f"  task {', '.join(refusal.broken)} refuses more: block {index} stays at {shape or 'rest'}"
+        )
+        planner.hold(index, shape)
     return replace(held, looks=looks)
+
+
+def accepted_shape(planner: Planner, held: Plan, refused: Plan, index: int) -> Shape | None:
+    """The shape that a block has in a plan that held, if it is milder than that in a plan that was refused."""
+    saved, shape = planner.space.candidates[index].saved, held.shapes.get(index)
+    return shape if shape is not None and saved(shape) < saved(refused.shapes[index]) else None
 
 
 def verify_size(planner: Planner, evaluator: Evaluator, source: Measured, target: SizeTarget) -> VerifiedPlan:

@@ -113,7 +113,5 @@ def test_a_task_that_a_size_breaks_is_named(job: tuple[Any, Text, SearchSpace, A
     verified = verify.verify_size(planner, evaluator, source, target)
     assert (verified.looks, verified.task_looks) == (1, {"task": 1})
     evaluator.block = next(iter(verified.plan.shapes))
-    with pytest.raises(
-        BudgetError, match=r"^--remove 5% is .*: task task gave way, with a drop of \+1\.0000 "
-    ):
+    with pytest.raises(BudgetError, match=r"^--remove 5% is .*: task task gave way, with a drop of \+1\.0000 "):
         verify.verify_size(planner, evaluator, source, target)

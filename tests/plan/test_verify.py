@@ -110,7 +110,9 @@ class Blocks:
     def __init__(self, spare: Sequence[int] = ()) -> None:
         self.model = self.blocks = self.limits = None
         self.progress = Progress()
-        self.space = SimpleNamespace(damages={i: SimpleNamespace(linear=1.0) for i in range(2 * BLOCKS)})
+        blocks = range(2 * BLOCKS)
+        candidates = {i: SimpleNamespace(saved=lambda shape: 1) for i in blocks}
+        self.space = SimpleNamespace(damages={i: SimpleNamespace(linear=1.0) for i in blocks}, candidates=candidates)
         self.spare, self.held = list(spare), set[int]()
 
     def without_block(self, plan: Any, index: int) -> Any:
