@@ -149,7 +149,7 @@ def simulate_text(
 
     with mock.patch.object(verify, "measure_plan", measure_plan):
         try:
-            plan, _, _ = verify.search_text(planner, evaluator, source)  # type: ignore[arg-type]
+            plan, *_ = verify.search_text(planner, evaluator, source)  # type: ignore[arg-type]
         except BudgetError:
             return 0.0
     return float(plan.step)  # type: ignore[attr-defined]
@@ -232,6 +232,12 @@ class SimulatedBlocks:
         rest = {i: shape for i, shape in plan.shapes.items() if i != index}
         return SimpleNamespace(shapes=rest, fits=rest) if rest else None
 
+    def hold(self, index: int, shape: Any) -> None:
+        """Nothing is searched again, so there is nothing to keep from coming back."""
+
+    def search(self, budget_factor: float, ceiling: float) -> Any:
+        raise BudgetError("no other block would use what is freed")
+
 
 @contextmanager
 def no_models() -> Iterator[None]:
@@ -247,9 +253,9 @@ def no_models() -> Iterator[None]:
     with (
         mock.patch.object(verify, "patched", nothing),
         mock.patch.object(verify, "identify_patched", lambda _, fits: {"replaced": {str(i): 1 for i in fits}}),
-        mock.patch.object(verify, "search_text", return_value=(plan, measured, 1)),
+        mock.patch.object(verify, "search_text", return_value=(plan, measured, 1, 1.0)),
         mock.patch.object(verify, "measure_plan", return_value=measured),
-        mock.patch.object(verify, "measure_shares", return_value=[Share(0.0, "", "")]),
+        mock.patch.object(verify, "measure_shares", return_value=[Share(0.0, "", "", "")]),
     ):
         yield
 

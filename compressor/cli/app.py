@@ -32,6 +32,7 @@ Examples:
   compress demo --max-dppl 1.0 --out ./demo-lin
   compress gpt2 --max-dppl 2% --dry-run
   compress gpt2 --max-dppl 2% --out ./gpt2-lin
+  compress gpt2 --remove 10% --out ./gpt2-small
   compress ./my-model --text corpus.txt --max-dppl 0.5 --out ./smaller
   compress profile ./my-model --text corpus.txt
   compress check ./smaller --max-dppl 0.5
@@ -173,7 +174,8 @@ def plan(
     options: RunOptions,
     plan_out: Annotated[Path, typer.Option("--out", help="file to write")] = Path("plan.json"),
 ) -> None:
-    """Measure and search: write plan.json, touch no weights. Several budgets (--max-dppl 0.5 1 2) give the frontier."""
+    """Measure and search: write plan.json, touch no weights. Several budgets (--max-dppl 0.5 1 2) or sizes
+    (--remove 2% 5% 10%) give the frontier."""
     refuse_early(values["model"], values)
     settings = recipe.resolve(options.recipe_file, values)
     from compressor.pipelines import plan

@@ -46,7 +46,7 @@ RUN = ("cache", "no_cache", "trust_remote_code", "as_json", "debug")
 # Command → its parameters in the order of `--help`: fields of Recipe and RunOptions, and parameters of its function.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": (
-        *("model", "max_dppl", "max_kl", "out", "dry_run", "text", "recipe_file", "overwrite", "confidence"),
+        *("model", "max_dppl", "max_kl", "remove", "out", "dry_run", "text", "recipe_file", "overwrite", "confidence"),
         *("objective", *CHOICES, *TOKENS, *TASKS, *PROBES, "batch_size", "seed", *MACHINE, "revision", *RUN),
     ),
     "profile": (
@@ -54,7 +54,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *(*PROBES, *TOKENS, "batch_size", "seed", *MACHINE, "revision", *RUN),
     ),
     "plan": (
-        *("model", "max_dppl", "max_kl", "plan_out", "text", "recipe_file", "confidence", "objective"),
+        *("model", "max_dppl", "max_kl", "remove", "plan_out", "text", "recipe_file", "confidence", "objective"),
         *(*CHOICES, *TOKENS, "batch_size", "seed", *MACHINE, "revision", *RUN),
     ),
     "apply": (
@@ -79,6 +79,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 # The commands that go by what a file recorded: where an option comes from that is not given.
 RECORDED = {"apply": "as in PLAN", "check": "as recorded"}
+SEVERAL_AMOUNTS = ("--max-dppl", "--remove")  # options that several numbers may follow
 ARGUMENTS = ("model",)  # fields of the recipe that are given without the name of an option
 # Help texts that differ from the description of the field.
 HELP = {
@@ -156,11 +157,15 @@ def option_type(annotation: Any) -> Any:
 
 
 def spread_budgets(args: list[str]) -> list[str]:
-    """`--max-dppl 0.5 1 2` is `--max-dppl 0.5 --max-dppl 1 --max-dppl 2`."""
+    """`--max-dppl 0.5 1 2` is `--max-dppl 0.5 --max-dppl 1 --max-dppl 2`; so with `--remove 2% 5%`."""
     spread: list[str] = []
-    amounts = False
+    option = ""  # whose amounts these are
     for arg in args:
-        amounts = amounts and arg.removesuffix("%").replace(".", "", 1).isdigit()
-        spread += ["--max-dppl", arg] if amounts and spread[-1] != "--max-dppl" else [arg]
-        amounts = amounts or arg == "--max-dppl"
+        if arg in SEVERAL_AMOUNTS:
+            option = arg
+        elif not arg.removesuffix("%").replace(".", "", 1).isdigit():
+            option = ""
+        elif option and spread[-1] != option:
+            spread.append(option)
+        spread.append(arg)
     return spread

@@ -1,16 +1,16 @@
 """The budget: the largest rise in perplexity, divergence from the source and fall in task scores that the user accepts,
-and how surely."""
+and how surely; and how many parameters must go."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 from compressor.runtime.errors import InputError
-from compressor.runtime.names import UNNAMED, split_name
+from compressor.runtime.names import NO_LIMIT, UNNAMED, split_name
 
-NO_LIMIT = "no limit"
 USUAL_NATS = 0.02  # nats per token by which costs are weighed on a text without a limit
 
 
@@ -55,6 +55,39 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class Removal:
+    """How many parameters must go at least: a number of them, or a percentage of all parameters of the model."""
+
+    amount: float
+    percent: bool = False
+
+    @classmethod
+    def parse(cls, text: str | float) -> Removal:
+        word = str(text).strip()
+        percent = word.endswith("%")
+        try:
+            amount = float(word.removesuffix("%"))
+        except ValueError:
+            raise InputError(
+                f"--remove must be a percentage or a number of parameters, got {word!r}; try --remove 10%"
+            ) from None
+        if not math.isfinite(amount) or amount <= 0 or (percent and amount >= 100):
+            raise InputError(
+                f"--remove must be above 0 and below 100 % of the parameters, got {word}; try --remove 10%"
+            )
+        if not percent and not amount.is_integer():
+            raise InputError(f"--remove {word} is no whole number of parameters; a share is written --remove 10%")
+        return cls(amount, percent)
+
+    def parameters(self, model: int) -> int:
+        """The fewest parameters that may go from a model of this many."""
+        return math.ceil(Fraction(str(self.amount)) * model / 100) if self.percent else int(self.amount)
+
+    def __str__(self) -> str:
+        return f"{repr(self.amount).removesuffix('.0')}%" if self.percent else str(int(self.amount))
+
+
+@dataclass(frozen=True)
 class Limits:
     """What the budget of every text allows, given the source's perplexity on that text.
 
@@ -79,6 +112,11 @@ class Limits:
         if self.kl is None:
             return self.nats
         return {n: min(self.kl, nats) if self.budgets[n].limited else self.kl for n, nats in self.nats.items()}
+
+    @property
+    def limited(self) -> bool:
+        """Whether perplexity has a limit; either all texts have one or none."""
+        return all(budget.limited for budget in self.budgets.values())
 
     @property
     def smallest(self) -> float:

@@ -72,7 +72,7 @@ class Assessment:
 
     whole: PerplexityChange  # all texts together
     texts: dict[str, PerplexityChange]
-    allowed: dict[str, float]  # the rise in perplexity, by text
+    allowed: dict[str, float]  # the rise in perplexity, by text; infinite: it is only reported
     tasks: dict[str, TaskChange]
     limits: dict[str, float | None]  # the largest fall in score, by task; None: only reported
     generation: GenerationCheck | None

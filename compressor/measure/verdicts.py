@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from compressor.evaluate.budget import USUAL_NATS
 from compressor.evaluate.perplexity import PerplexityChange
 from compressor.measure.gradients import Damage
 from compressor.measure.profile import BlockProfile, Profile
 
-SAFE_NATS = 0.02  # without a budget, a block is safe when its linear map costs less than this
+SAFE_NATS = USUAL_NATS  # without a budget, a block is safe when its linear map costs less than this
 EXPECTED_FACTOR = 2.0  # a measured cost of up to this many times the prediction confirms the prediction
 OUTLIER_GAP = 0.2  # where R²_lin is above the stream-weighted R² by more than this, it rests on a few rows
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from compressor.modeling_compressor import Replacement as Module
 from compressor.models.blocks import find_blocks
 from compressor.models.source import identify, source_of
 from compressor.patch.checkpoint import count_parameters
@@ -14,7 +16,7 @@ from compressor.patch.tree import identify_patched, patched
 from compressor.pipelines import recipe as recipes
 from compressor.pipelines.compress import finish
 from compressor.pipelines.describe import describe_source, describe_text, put_replacements
-from compressor.pipelines.job import open_job, require_room, reserved_out
+from compressor.pipelines.job import open_job, require_room, reserved_out, size_target
 from compressor.pipelines.recipe import Recipe
 from compressor.plan.search import fit_shapes
 from compressor.plan.shapes import Shape
@@ -22,7 +24,7 @@ from compressor.plan.verify import refuse_over_budget
 from compressor.report.record import Record, describe_tool, list_mistakes
 from compressor.report.record_parts import Block, Budget, Parameters, Replacement
 from compressor.runtime.context import RunContext
-from compressor.runtime.errors import InputError
+from compressor.runtime.errors import BudgetError, InputError
 from compressor.runtime.safe_files import parse_json, read_named
 
 
@@ -58,6 +60,7 @@ def run(recipe: Recipe, plan_file: Path, context: RunContext) -> Record:
         with patched(job.model, find_blocks(job.model), fits):
             compressed = evaluator.measure(job.model, "compressed", identity, source)
         refuse_over_budget(evaluator, source, compressed, shapes)
+        refuse_short(job.recipe, plan_file, job.model, fits)
 
         sizes = {block.index: block.parameters for block in find_blocks(job.model)}
         known = [block for block in plan.blocks if block.index in sizes]
@@ -70,6 +73,18 @@ def run(recipe: Recipe, plan_file: Path, context: RunContext) -> Record:
             blocks=[block.model_copy(update={"params_before": sizes[block.index]}) for block in known],
         )
         return finish(job, evaluator, fits, source, compressed, put_replacements(record, fits), out)
+
+
+def refuse_short(recipe: Recipe, plan_file: Path, model: Any, fits: Mapping[int, Module]) -> None:
+    """BudgetError when a plan, perhaps edited, removes less than its recipe asks for."""
+    target = size_target(recipe, count_parameters(model))
+    blocks = find_blocks(model)
+    removed = sum(blocks[index].parameters - count_parameters(module) for index, module in fits.items())
+    if target is not None and removed < target.parameters:
+        raise BudgetError(
+            f"plan {plan_file} removes {target.share(removed)}, less than its --remove {target.asked}: "
+            f"{target.share(target.parameters)}; nothing written"
+        )
 
 
 def read_plan(file: Path) -> PlanRecord:

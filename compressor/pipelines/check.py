@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from compressor.evaluate.budget import NO_LIMIT, parse_divergence
+from compressor.evaluate.budget import parse_divergence
 from compressor.evaluate.evaluator import tokenizer_sha256
 from compressor.models.load import load_model
 from compressor.models.source import identify, source_of
@@ -24,6 +24,7 @@ from compressor.pipelines.job import (
     name_tasks,
     open_text,
     placing,
+    size_target,
     timings,
 )
 from compressor.pipelines.recipe import Recipe
@@ -34,7 +35,7 @@ from compressor.report.record_parts import Check
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
-from compressor.runtime.names import split_name
+from compressor.runtime.names import NO_LIMIT, split_name
 from compressor.runtime.outputs import write_json
 from compressor.runtime.progress import Progress
 from compressor.text import group_by_name
@@ -71,6 +72,11 @@ def run(directory: Path, options: Mapping[str, Any], gate: Gate, context: RunCon
     recorded = read_record(directory)
     baseline = gate.refuse_mistakes()
     recipe = recipe_of(directory, options, recorded)
+    if recipe.max_dppl is None and gate.baseline is None:
+        raise InputError(
+            f"{directory} was made for a size ({recorded_size(recorded)}), with no limit on perplexity to check; give "
+            "one with --max-dppl 1.0, or compare with --baseline FILE"
+        )
     context = context_for(recipe, context)
     # Recorded budgets of tasks that are not looked at this time mean nothing here.
     recorded_drops = [] if options.get("max_task_drop") else recipe.max_task_drop or []
@@ -101,7 +107,7 @@ def run(directory: Path, options: Mapping[str, Any], gate: Gate, context: RunCon
         text=describe_text(text),
         parameters=sizes,
         recipe=recipe.settings(),
-        **describe_assessment(assessment, evaluator),
+        **describe_assessment(assessment, evaluator, sizes, size_target(recipe, count_parameters(original))),
     )
     record = record.with_parts(warnings=[*record.warnings, *differences(recorded, record)])
     now = baseline_of(record)
@@ -126,7 +132,7 @@ def recipe_of(directory: Path, options: Mapping[str, Any], recorded: Record | Sa
     file = directory / "recipe.yaml"
     recipe = recipes.resolve(file if file.is_file() else None, dict(options))
     max_kl = recipe.max_kl or recorded_divergence(recorded)
-    budget = recipe.max_dppl or recorded_budget(recorded, needed=max_kl is None)
+    budget = recipe.max_dppl or recorded_budget(recorded)
     if budget and options.get("text") and not options.get("max_dppl"):
         budget = of_names(budget, group_by_name(recipe.text or []))
     return recipe.model_copy(update={"max_dppl": budget, "max_kl": max_kl})
@@ -177,20 +183,23 @@ def of_names(words: Iterable[str], names: Iterable[str]) -> list[str]:
     return [word for word in words if split_name(word)[0] in known]
 
 
-def recorded_budget(recorded: Record | SavedRecord, *, needed: bool = True) -> list[str] | None:
-    """The budget that the checkpoint was made with, as words of the command line. None, or refused where one is needed,
-    when perplexity had no limit."""
-    if isinstance(recorded, Record) and recorded.budget is not None and recorded.budget.asked != NO_LIMIT:
-        return recorded.budget.asked.split(",")
-    if needed:
+def recorded_budget(recorded: Record | SavedRecord) -> list[str] | None:
+    """The budget that the checkpoint was made with, as words of the command line; None: perplexity had no limit."""
+    if not isinstance(recorded, Record) or recorded.budget is None:
         raise InputError("the checkpoint records no budget; give one with --max-dppl 1.0")
-    return None
+    return None if recorded.budget.asked == NO_LIMIT else recorded.budget.asked.split(",")
 
 
 def recorded_divergence(recorded: Record | SavedRecord) -> float | None:
     """The largest divergence from the source that the checkpoint was made with, if it had a limit."""
     limit = recorded.budget.max_kl if isinstance(recorded, Record) and recorded.budget else None
     return None if limit is None else parse_divergence(limit)
+
+
+def recorded_size(recorded: Record | SavedRecord) -> str:
+    """The size that the checkpoint was made for, as words of the command line."""
+    budget = recorded.budget if isinstance(recorded, Record) else None
+    return f"--remove {budget.remove.asked}" if budget and budget.remove else "none is recorded"
 
 
 def differences(recorded: Record | SavedRecord, now: Record) -> list[str]:

@@ -18,13 +18,14 @@ from compressor.patch.verify import TOKENS
 from compressor.pipelines import recipe as recipes
 from compressor.pipelines.describe import describe_assessment, describe_plan, describe_speed
 from compressor.pipelines.describe_profile import describe_profile
-from compressor.pipelines.job import Job, open_job, require_room, reserved_out, study_blocks
+from compressor.pipelines.job import Job, open_job, require_room, reserved_out, size_target, study_blocks
 from compressor.pipelines.outputs import write_result
 from compressor.pipelines.recipe import Recipe
 from compressor.plan.moments_store import open_store
 from compressor.plan.search import Planner, prepare_search
-from compressor.plan.verify import search_and_verify
+from compressor.plan.verify import search_and_verify, verify_size
 from compressor.report.record import Record
+from compressor.report.record_parts import present
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 from compressor.text import SPLITS
@@ -33,6 +34,7 @@ from compressor.text import SPLITS
 def run(recipe: Recipe, context: RunContext) -> Record:
     """The whole job. BudgetError, and nothing written, when no plan holds on the verification text and the tasks."""
     recipe.require_budget()
+    recipe.removal()  # several sizes are refused here
     with reserved_out(recipe, context) as out:
         job = open_job(recipe, context, with_choices=True)
         require_room(job, out)
@@ -46,7 +48,11 @@ def run(recipe: Recipe, context: RunContext) -> Record:
         space = prepare_search(job.model, job.text, job.context, job.choices, store=store, fidelity=with_kl)
         study = study_blocks(job, profile, space.damages, limits.least, swap=False)  # planning needs no sweep
         planner = Planner(space, limits, study.verdicts, objective=job.recipe.objective, profile=profile)
-        verified = search_and_verify(planner, evaluator, source)
+        target = size_target(job.recipe, count_parameters(job.model))
+        if target is None:
+            verified = search_and_verify(planner, evaluator, source)
+        else:
+            verified = verify_size(planner, evaluator, source, target)
 
         record = describe_profile(job.model, job.tokenizer, job.text, profile, study)
         record = record.with_parts(recipe=job.recipe.settings(), verification_looks=verified.looks)
@@ -81,7 +87,8 @@ def finish(
     if speed.prefill_before:
         tokens = sum(getattr(job.text, name).tokens for name in SPLITS)
         timings["one_forward_pass"] = round(tokens / speed.prefill_before, 2)  # over all the text
-    assessed = describe_assessment(assessment, evaluator)
+    target = size_target(job.recipe, present(record.parameters.before))
+    assessed = describe_assessment(assessment, evaluator, record.parameters, target)
     assessed["warnings"] = [*record.warnings, *assessed["warnings"]]
     record = record.with_parts(**assessed, speed=speed, timings=timings)
     recipe = recipes.dump(job.recipe, "Reproduces this checkpoint:\ncompress --recipe recipe.yaml --out NEW_DIRECTORY")

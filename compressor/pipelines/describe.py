@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from compressor.evaluate.breakdown import Band, LossBreakdown
-from compressor.evaluate.budget import NO_LIMIT, Budget
+from compressor.evaluate.budget import Budget
 from compressor.evaluate.evaluator import Assessment, Evaluator
 from compressor.evaluate.fidelity import FidelityChange
 from compressor.evaluate.generation import GenerationCheck
@@ -24,11 +24,13 @@ from compressor.modeling_compressor import Replacement, specs
 from compressor.models.source import describe_origin, source_of
 from compressor.patch.checkpoint import count_parameters
 from compressor.plan.calibration import Calibration
+from compressor.plan.removal import SizeTarget
 from compressor.plan.search import Plan
 from compressor.report import record_parts as parts
+from compressor.report import search_parts
 from compressor.report.fidelity import Fidelity
 from compressor.report.record import Record, SavedRecord, describe_tool
-from compressor.runtime.names import UNNAMED
+from compressor.runtime.names import NO_LIMIT, UNNAMED
 from compressor.text import SPLITS, Split, Text
 
 KEEP = parts.Replacement(kind="keep", rank=None, neurons=None)
@@ -90,7 +92,7 @@ def put_replacements(record: Record, fits: Mapping[int, Replacement]) -> Record:
 def describe_plan(record: Record, plan: Plan) -> Record:
     """The record of a search: the profile, what stands where, and every plan that was tried."""
     trials = [
-        parts.TriedPlan(
+        search_parts.TriedPlan(
             replacements={str(index): asdict(shape) for index, shape in trial.shapes.items()},
             compensated=trial.compensated,
             removed=trial.saved,
@@ -108,10 +110,10 @@ def describe_plan(record: Record, plan: Plan) -> Record:
     )
 
 
-def describe_calibration(calibration: Calibration) -> parts.Agreement:
+def describe_calibration(calibration: Calibration) -> search_parts.Agreement:
     """Predicted against measured nats per token, one replacement in every block alone."""
     points = [
-        parts.Prediction(
+        search_parts.Prediction(
             index=point.candidate.index,
             replacement=str(point.candidate.shape),
             predicted=point.predicted,
@@ -121,7 +123,7 @@ def describe_calibration(calibration: Calibration) -> parts.Agreement:
         for point in calibration.points
     ]
     correlation = calibration.correlation
-    return parts.Agreement(rank_correlation=None if math.isnan(correlation) else correlation, blocks=points)
+    return search_parts.Agreement(rank_correlation=None if math.isnan(correlation) else correlation, blocks=points)
 
 
 def describe_speed(speed: Speed) -> parts.Speed:
@@ -171,19 +173,43 @@ def describe_fidelity(found: FidelityChange, limit: float | None = None) -> Fide
 
 
 def describe_budget(
-    budgets: Mapping[str, Budget], allowed: Mapping[str, float], max_kl: float | None = None
+    budgets: Mapping[str, Budget],
+    allowed: Mapping[str, float],
+    max_kl: float | None = None,
+    target: SizeTarget | None = None,
 ) -> parts.Budget:
     """What was asked for, word for word, and the rise it allows; of several texts the smallest."""
+    remove = None if target is None else parts.Removal(asked=str(target.asked), parameters=target.parameters)
     confidence = next(iter(budgets.values())).confidence
     if not all(budget.limited for budget in budgets.values()):
-        return parts.Budget(max_dppl=None, asked=NO_LIMIT, max_kl=max_kl, confidence=confidence)
+        return parts.Budget(max_dppl=None, asked=NO_LIMIT, max_kl=max_kl, confidence=confidence, remove=remove)
     only = list(budgets) == [UNNAMED]
     asked = ",".join(str(budget) if only else f"{name}={budget}" for name, budget in budgets.items())
-    return parts.Budget(max_dppl=min(allowed.values()), asked=asked, max_kl=max_kl, confidence=confidence)
+    least = min(allowed.values())
+    return parts.Budget(max_dppl=least, asked=asked, max_kl=max_kl, confidence=confidence, remove=remove)
 
 
-def describe_assessment(assessment: Assessment, evaluator: Evaluator) -> dict[str, Any]:
-    """Everything measured of a compressed model against its source, as fields of the record."""
+def check_size(sizes: parts.Parameters, target: SizeTarget | None) -> list[parts.Check]:
+    """Whether as much is gone as was asked for, as a share of the model."""
+    if target is None:
+        return []
+    removed, before = parts.present(sizes.removed), parts.present(sizes.before)
+    return [
+        parts.Check(
+            name=parts.SIZE_CHECK,
+            passed=removed >= target.parameters,
+            measured=removed / before,
+            limit=target.parameters / before,
+            detail=f"{removed:,} of {before:,}; asked: at least {target.asked} ({target.parameters:,} parameters)",
+        )
+    ]
+
+
+def describe_assessment(
+    assessment: Assessment, evaluator: Evaluator, sizes: parts.Parameters, target: SizeTarget | None = None
+) -> dict[str, Any]:
+    """Everything measured of a compressed model against its source, as fields of the record; `sizes` are those of both,
+    `target` how much was to go."""
     slices = evaluator.text.parts("verification")
     windows = evaluator.text.verification.windows
     fidelity = {name: describe_fidelity(found, assessment.max_kl) for name, found in assessment.text_fidelity.items()}
@@ -202,18 +228,18 @@ def describe_assessment(assessment: Assessment, evaluator: Evaluator) -> dict[st
         task.name: describe_task(task, assessment.tasks[task.name], assessment.limits[task.name])
         for task in evaluator.tasks
     }
-    generation = assessment.generation
+    generation, size_checks = assessment.generation, check_size(sizes, target)
     return {
         "perplexity": describe_change(assessment.whole),
         "fidelity": None if assessment.fidelity is None else describe_fidelity(assessment.fidelity),
-        "budget": describe_budget(evaluator.budgets, assessment.allowed, assessment.max_kl),
+        "budget": describe_budget(evaluator.budgets, assessment.allowed, assessment.max_kl, target),
         "texts": texts,
         "tasks": tasks,
         "generation": describe_generation(generation, evaluator.prompts) if generation else None,
         "where": describe_breakdown(assessment.breakdown),
-        "checks": [parts.Check(**asdict(check)) for check in assessment.checks],
+        "checks": [*(parts.Check(**asdict(check)) for check in assessment.checks), *size_checks],
         "warnings": assessment.warnings,
-        "passed": assessment.passed,
+        "passed": assessment.passed and all(check.passed for check in size_checks),
     }
 
 

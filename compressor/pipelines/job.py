@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compressor.evaluate.budget import parse_task_drops
+from compressor.evaluate.budget import Removal, parse_task_drops
 from compressor.evaluate.evaluator import Evaluator
 from compressor.evaluate.generation import opening_prompts, read_prompts
 from compressor.evaluate.intervals import LEAST_UNITS
@@ -28,6 +28,7 @@ from compressor.models.source import context_length, source_of, stored_dtype
 from compressor.patch.checkpoint import count_parameters, refuse_foreign_code
 from compressor.pipelines.recipe import Recipe
 from compressor.plan.choices import ANYTHING, Choices
+from compressor.plan.removal import SizeTarget, refuse_too_large
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
@@ -63,6 +64,12 @@ class Job:
         return timings(self.context.progress, self.began)
 
 
+def size_target(recipe: Recipe, parameters: int) -> SizeTarget | None:
+    """How much must go from a source of so many parameters, if the recipe says."""
+    removal = recipe.removal()
+    return None if removal is None else SizeTarget(removal, parameters)
+
+
 def timings(progress: Progress, began: float) -> dict[str, float]:
     """Seconds of every step, and of the run so far."""
     steps = {step: round(seconds, 2) for step, seconds in progress.seconds.items()}
@@ -96,6 +103,9 @@ def open_job(recipe: Recipe, context: RunContext, *, with_tasks: bool = True, wi
     blocks = find_blocks(model)
     choices = recipe.choices(len(blocks)) if with_choices else ANYTHING
     check_layers(model, blocks)  # an unsupported family is refused before any text is read
+    allowed = [block for block in blocks if choices.allows_block(block.index)]
+    for size in recipe.remove or []:
+        refuse_too_large(SizeTarget(Removal.parse(size), count_parameters(model)), allowed, choices.kinds)
     refuse_foreign_code(model)
     for task in tasks:
         find_prefix_token(model, tokenizer, task)  # a task that this tokenizer cannot do is refused here

@@ -1,27 +1,31 @@
-"""Measure and search, touch no weights: `compress plan MODEL --max-dppl 1.0`, or several budgets for the frontier."""
+"""Measure and search, touch no weights: `compress plan MODEL --max-dppl 1.0` or `--remove 10%`, or several budgets or
+sizes for the frontier."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from compressor.evaluate.budget import Limits, compute_limits, parse_budgets
+from compressor.evaluate.budget import Limits, compute_limits
 from compressor.evaluate.speed import flops_per_token
 from compressor.measure.profile import Profile, measure
 from compressor.measure.study import Study
 from compressor.measure.verdicts import Verdict, judge_all
 from compressor.models.blocks import find_blocks
 from compressor.models.source import identify
+from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import patched
 from compressor.pipelines.describe import describe_budget, describe_plan
 from compressor.pipelines.describe_profile import describe_profile
-from compressor.pipelines.job import Job, open_job
+from compressor.pipelines.job import Job, open_job, size_target
 from compressor.pipelines.recipe import Recipe
 from compressor.plan.moments_store import open_store
+from compressor.plan.removal import SizeTarget, refuse_over_selection, search_size
 from compressor.plan.search import ROOM, Plan, Planner, SearchSpace, prepare_search
 from compressor.report.charts import draw_frontier
 from compressor.report.record import Record
-from compressor.report.record_parts import FrontierPoint
+from compressor.report.record_parts import Budget, present
+from compressor.report.search_parts import FrontierPoint
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import BudgetError, InputError
@@ -33,8 +37,8 @@ def run(recipe: Recipe, out: Path, context: RunContext) -> Record:
     recipe.require_budget()
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise InputError(f"--out {out} cannot be written; name a file in an existing directory, such as plan.json")
-    budgets = recipe.several_budgets()
-    job = open_job(recipe.model_copy(update={"max_dppl": budgets[0] or None}), context, with_choices=True)
+    recipes = recipe.searches()
+    job = open_job(recipe.model_copy(update={"max_dppl": recipes[0].max_dppl}), context, with_choices=True)
     evaluator = job.evaluator()
 
     store = open_store(job.model, job.text, job.context, job.choices)
@@ -43,16 +47,17 @@ def run(recipe: Recipe, out: Path, context: RunContext) -> Record:
     with_kl = recipe.max_kl is not None
     space = prepare_search(job.model, job.text, job.context, job.choices, store=store, fidelity=with_kl)
     searches = []
-    for words in budgets:
-        asked = parse_budgets(words or None, job.text.counts, job.recipe.confidence)
-        limits = compute_limits(asked, perplexities, recipe.max_kl)
+    for each in recipes:
+        limits = compute_limits(each.budgets(job.text.counts), perplexities, recipe.max_kl)
         verdicts = judge_all(profile, space.damages, limits.smallest, {})
-        searches.append(Search(job, profile, space, limits, verdicts, words))
+        asked = job.recipe.model_copy(update={"max_dppl": each.max_dppl, "remove": each.remove})
+        searches.append(Search(job, profile, space, limits, verdicts, asked))
     if len(searches) == 1:
         record = searches[0].describe_result(searches[0].find())
         write_json(out, record.to_json_value())
         return record
-    points = [find_point(search, out) for search in searches]
+    by_size = len(recipe.remove or []) > 1
+    points = [find_point(search, out, by_size) for search in searches]
     record = searches[0].describe().with_parts(frontier=points, timings=job.timings())
     write_json(out, record.to_json_value())
     if distributed.rank() > 0:
@@ -62,41 +67,52 @@ def run(recipe: Recipe, out: Path, context: RunContext) -> Record:
 
 @dataclass(frozen=True)
 class Search:
-    """The search for one budget: its limits, the blocks as these judge them, and its words on the command line."""
+    """The search for one budget or size: its limits, the blocks as these judge them, and the recipe that asks."""
 
     job: Job
     profile: Profile
     space: SearchSpace
     limits: Limits
     verdicts: dict[int, Verdict]
-    words: list[str]
+    recipe: Recipe
+
+    @property
+    def target(self) -> SizeTarget | None:
+        return size_target(self.recipe, count_parameters(self.job.model))
 
     def find(self) -> Plan:
-        """The largest plan that leaves room for the verification's noise; BudgetError when nothing fits."""
-        objective = self.job.recipe.objective
+        """The largest plan that leaves room for the verification's noise, or the cheapest of the size that is asked
+        for; BudgetError when nothing fits."""
+        objective = self.recipe.objective
         planner = Planner(self.space, self.limits, self.verdicts, objective=objective, room=ROOM, profile=self.profile)
-        return planner.search()
+        if self.target is None:
+            return planner.search()
+        return refuse_over_selection(planner, search_size(planner, self.target), self.target)
 
     def describe(self) -> Record:
         """The record before the search."""
         job = self.job
         study = Study(self.verdicts, self.space.damages)
         record = describe_profile(job.model, job.tokenizer, job.text, self.profile, study)
-        budget = describe_budget(self.limits.budgets, self.limits.allowed, self.limits.kl)
-        recipe = job.recipe.model_copy(update={"max_dppl": self.words or None})
-        return record.with_parts(budget=budget, recipe=recipe.settings())
+        return record.with_parts(budget=self.describe_budget(), recipe=self.recipe.settings())
+
+    def describe_budget(self) -> Budget:
+        """What is asked for, as a part of the record."""
+        return describe_budget(self.limits.budgets, self.limits.allowed, self.limits.kl, self.target)
 
     def describe_result(self, plan: Plan) -> Record:
         return describe_plan(self.describe(), plan).with_parts(timings=self.job.timings())
 
 
-def find_point(search: Search, out: Path) -> FrontierPoint:
-    """One point of the frontier: its plan in a file of its own, what goes, and what it costs on the selection text."""
-    asked, job = search.words[0], search.job
+def find_point(search: Search, out: Path, by_size: bool) -> FrontierPoint:
+    """One point of the frontier, for one size or budget: its plan in a file of its own, what goes, and what it costs on
+    the selection text."""
+    job, size = search.job, search.describe_budget().remove if by_size else None
+    asked = str(present(search.recipe.remove if by_size else search.recipe.max_dppl)[0])
     try:
         plan = search.find()
     except BudgetError as error:
-        return FrontierPoint(asked=asked, removed=0, removed_fraction=0.0, reason=str(error))
+        return FrontierPoint(asked=asked, removed=0, removed_fraction=0.0, reason=str(error), remove=size)
     file = out.with_name(f"{out.stem}-{asked.replace('%', 'pct')}{out.suffix}")
     record = search.describe_result(plan)
     write_json(file, record.to_json_value())
@@ -105,6 +121,7 @@ def find_point(search: Search, out: Path) -> FrontierPoint:
         after = flops_per_token(job.model, job.text.seq_len)
     return FrontierPoint(
         asked=asked,
+        remove=size,
         removed=record.parameters.removed or 0,
         removed_fraction=record.parameters.removed_fraction or 0.0,
         file=str(file),

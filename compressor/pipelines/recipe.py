@@ -19,7 +19,7 @@ from pydantic import (
     field_validator,
 )
 
-from compressor.evaluate.budget import Budget, parse_budgets, parse_divergence, parse_task_drop
+from compressor.evaluate.budget import Budget, Removal, parse_budgets, parse_divergence, parse_task_drop
 from compressor.plan.choices import BlockRange, Choices, Signal, check_kind, resolve_choices
 from compressor.plan.shapes import KINDS
 from compressor.runtime.errors import InputError
@@ -113,6 +113,11 @@ class Recipe(BaseModel):
         description="largest KL divergence from the source, in nats per token, on every text: 0.02; beside --max-dppl "
         "or alone",
     )
+    remove: Amounts | None = Field(
+        default=None,
+        description="least that must go, at the smallest rise in perplexity: 10% of all parameters, or a number of "
+        "them; with --max-dppl both must hold",
+    )
     confidence: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
         default=0.95, description="of the interval's upper end; 0 = point estimate"
     )
@@ -202,6 +207,16 @@ class Recipe(BaseModel):
     def blocks_are_sound(cls, words: list[str] | None, info: ValidationInfo) -> list[str] | None:
         return check_each(words, partial(BlockRange.parse, f"--{info.field_name}"))
 
+    @field_validator("remove")
+    @classmethod
+    def sizes_are_sound(cls, words: list[str] | None) -> list[str] | None:
+        try:
+            for word in words or []:
+                Removal.parse(word)
+        except InputError as error:
+            raise ValueError(str(error)) from error
+        return words
+
     @field_validator("max_task_drop")
     @classmethod
     def drops_are_sound(cls, words: list[str] | None) -> list[str] | None:
@@ -216,21 +231,38 @@ class Recipe(BaseModel):
         except ValueError:
             return words[0]
 
-    def several_budgets(self) -> list[list[str]]:
-        """Budgets for all texts together, smallest first, when there are several; else the one as it is."""
-        words = self.max_dppl or []
-        return [[word] for word in words] if len(words) > 1 and not any("=" in word for word in words) else [words]
+    @field_serializer("remove")
+    def one_size_stands_alone(self, words: list[str] | None) -> Any:
+        if words is None or len(words) > 1:
+            return words
+        return words[0] if words[0].strip().endswith("%") else int(float(words[0]))
+
+    def searches(self) -> list[Recipe]:
+        """One recipe for each of several budgets for all texts together, or for each of several sizes; else this."""
+        budgets, sizes = self.max_dppl or [], self.remove or []
+        several_budgets = len(budgets) > 1 and not any("=" in word for word in budgets)
+        if several_budgets and len(sizes) > 1:
+            raise InputError("--max-dppl and --remove both have several values; give several of one of them")
+        if several_budgets:
+            return [self.model_copy(update={"max_dppl": [word]}) for word in budgets]
+        return [self.model_copy(update={"remove": [word]}) for word in sizes] if len(sizes) > 1 else [self]
 
     def budgets(self, texts: Iterable[str]) -> dict[str, Budget]:
         """The budget of every text that is measured; without limits where perplexity has none."""
         return parse_budgets(self.max_dppl, texts, self.confidence)
 
+    def removal(self) -> Removal | None:
+        """How much must go, if that was asked for."""
+        if self.remove is not None and len(self.remove) > 1:
+            raise InputError("--remove is given twice; give it once, or several sizes to `compress plan`")
+        return Removal.parse(self.remove[0]) if self.remove else None
+
     def require_budget(self) -> None:
-        """Refuse a recipe that does not say how good the result must be."""
-        if self.max_dppl is None and self.max_kl is None:
+        """Refuse a recipe that asks for nothing: neither how good the result must be nor how small."""
+        if self.max_dppl is None and self.max_kl is None and self.remove is None:
             raise InputError(
-                "--max-dppl is missing: say how much perplexity may rise, such as --max-dppl 1.0 or 2%; or how far it "
-                "may move from its source, such as --max-kl 0.02"
+                "--max-dppl is missing: say how much perplexity may rise, such as --max-dppl 1.0 or 2%; how far it may "
+                "move from its source, such as --max-kl 0.02; or how much must go, such as --remove 10%"
             )
 
     def choices(self, blocks: int) -> Choices:

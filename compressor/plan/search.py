@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from compressor.evaluate.budget import Budget, Limits, compute_limits, parse_budgets, parse_divergence
+from compressor.evaluate.budget import Budget, Limits, Removal, compute_limits, parse_budgets, parse_divergence
 from compressor.evaluate.fidelity import FidelityChange
 from compressor.evaluate.intervals import end_score
 from compressor.evaluate.perplexity import PerplexityChange, evaluate
@@ -17,6 +17,7 @@ from compressor.measure.profile import Profile
 from compressor.measure.verdicts import Verdict, judge_all
 from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import find_blocks
+from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import patch
 from compressor.plan.block_trials import BlockTrials
 from compressor.plan.calibration import Calibration, binding_calibration, calibrate, correct_predictions
@@ -136,6 +137,7 @@ class Planner:
         self.compensation = USUAL_COMPENSATION
         self.scale = self.usual_scale()  # measured over predicted cost, of the last plan that was tried
         self.banned: set[Shape] = set()  # shapes that run slower than the block they would replace
+        self.most_saved: dict[int, int] = {}  # by block: parameters that it may save at most, since a task refused more
         self.unsafe = [index for index in space.candidates if verdicts[index].word == "unsafe"]
         self.mild_tried = False
         corrected = correct_predictions(space.candidates, space.calibrations, limits.least)
@@ -165,7 +167,8 @@ class Planner:
 
         def is_usable(c: Candidate) -> bool:
             left_out = c.shape in self.banned or (c.index, c.shape) in self.runner.overflowing
-            return c.saved > 0 and not left_out and self.choices.allows(c.index, c.shape)
+            most = self.most_saved.get(c.index, c.saved)
+            return 0 < c.saved <= most and not left_out and self.choices.allows(c.index, c.shape)
 
         usable = [[c for c in row if is_usable(c)] for row in self.candidates.values()]
         return [row for row in usable if row]
@@ -400,6 +403,10 @@ class Planner:
             shapes, predicted = {index: candidate.shape}, candidate.damage
         return self.make_plan(self.runner.attempt(shapes, predicted, compensated=plan.compensated))
 
+    def hold(self, index: int, shape: Shape | None) -> None:
+        """From here on a block saves at most what this shape saves; without a shape it is left alone."""
+        self.most_saved[index] = self.space.candidates[index].saved(shape) if shape else 0
+
     def count_saved(self, plan: Plan) -> int:
         """The parameters that a plan removes."""
         return sum(self.runner.candidates[index].saved(shape) for index, shape in plan.shapes.items())
@@ -460,24 +467,36 @@ def plan(
     *,
     max_dppl: str | float | Mapping[str, str | float] | None = None,
     max_kl: float | None = None,
+    remove: str | float | None = None,
     objective: str = "speed",
     choices: Choices = ANYTHING,
     context: RunContext | None = None,
 ) -> Plan:
-    """Search for the largest plan inside the budget (a rise in perplexity, a divergence from the source, or both), of
-    what `choices` allow.
+    """Search for the largest plan inside the budget (a rise in perplexity, a divergence from the source, or both), or
+    for the cheapest that removes at least so much (`remove`: 10%, or a number of parameters), of what `choices` allow.
 
     The model is left as it was; BudgetError when nothing fits.
     """
-    context = context or RunContext()
-    choices.refuse_unknown(len(find_blocks(model)))
-    if max_dppl is None and max_kl is None:
-        raise InputError("no budget: give max_dppl, such as 1.0 or '2%', or max_kl, such as 0.02")
+    from compressor.plan.removal import (
+        SizeTarget,
+        refuse_over_selection,
+        refuse_too_large,
+        search_size,
+    )  # it builds on this module
+
+    context, blocks = context or RunContext(), find_blocks(model)
+    choices.refuse_unknown(len(blocks))
+    if max_dppl is None and max_kl is None and remove is None:
+        raise InputError("plan needs max_dppl, max_kl or remove, such as max_dppl=1.0, max_kl=0.02 or remove='10%'")
     words = [f"{k}={v}" for k, v in max_dppl.items()] if isinstance(max_dppl, Mapping) else [str(max_dppl)]
     budgets = parse_budgets(None if max_dppl is None else words, text.counts, context.confidence)
     kl = None if max_kl is None else parse_divergence(max_kl)
+    target = None if remove is None else SizeTarget(Removal.parse(remove), count_parameters(model))
+    if target is not None:
+        refuse_too_large(target, [block for block in blocks if choices.allows_block(block.index)], choices.kinds)
     space = prepare_search(model, text, context, choices, fidelity=kl is not None)
-    return make_planner(space, profile, budgets, max_kl=kl, objective=objective, room=ROOM).search()
+    planner = make_planner(space, profile, budgets, max_kl=kl, objective=objective, room=ROOM)
+    return planner.search() if target is None else refuse_over_selection(planner, search_size(planner, target), target)
 
 
 def fit_shapes(

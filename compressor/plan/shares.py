@@ -16,6 +16,7 @@ class Share:
     """The share of one budget that the upper end of an interval uses; `figure` is what was measured, in words."""
 
     used: float
+    budget: str  # its name
     figure: str
     end: str  # the upper end and what is allowed, in words
 
@@ -36,7 +37,7 @@ def list_shares(
                 f"{text_prefix(name)}ΔPPL {change.delta:+.3f} (upper end {change.upper:+.3f}, allowed {allowed:+.3f}; "
                 f"windows of {change.seq_len} tokens)"
             )
-            shares.append(Share(change.upper / allowed, figure, end))
+            shares.append(Share(change.upper / allowed, "perplexity", figure, end))
     if limits.kl is None:
         return shares
     for name, found in fidelity.items():
@@ -45,7 +46,7 @@ def list_shares(
             f"{text_prefix(name)}KL {found.kl:.4f} nats per token (upper end {found.kl_upper:.4f}, allowed "
             f"{limits.kl:g})"
         )
-        shares.append(Share(found.kl_upper / limits.kl, figure, end))
+        shares.append(Share(found.kl_upper / limits.kl, "KL", figure, end))
     return shares
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from compressor.evaluate.budget import compute_limits, format_budgets
 from compressor.evaluate.evaluator import Evaluator, Measured
 from compressor.evaluate.tasks import Scores, TaskChange, find_lost_documents, split_documents
 from compressor.patch.tree import identify_patched, patched
+from compressor.plan.removal import SizeTarget, explain_conflict, say_affordable, search_size
 from compressor.plan.search import Plan, Planner
-from compressor.plan.shapes import Shapes, list_shapes
+from compressor.plan.shapes import Shape, Shapes, list_shapes
 from compressor.plan.shares import Share, largest_share, list_shares
 from compressor.runtime.errors import BudgetError
 
 MOST_VERIFICATIONS = 5  # looks at the verification text
 WELL_USED, AIMED_SHARE = 0.8, 0.93  # of the budget: a plan that uses less is made larger; what the next plan aims at
+MOST_REFILLS = 3  # larger plans that are tried after tasks refused blocks, with what those free of the budget
 MOST_DOCUMENTS = 64  # lost documents per task that are scored again to find out which block loses them
 
 
@@ -25,7 +28,7 @@ class VerifiedPlan:
     """A plan inside all budgets, all that was measured of it, and how often the last word was asked for.
 
     `looks` counts the plans that were measured on the verification text, `task_looks` those that the deciding documents
-    of each task with a budget were asked about.
+    of each task with a budget were asked about, up to this one: what was refused after it takes nothing from it.
     """
 
     plan: Plan
@@ -34,50 +37,187 @@ class VerifiedPlan:
     task_looks: dict[str, int]
 
 
+class HeldPlan(NamedTuple):
+    """A plan inside the budgets of all texts, what was measured of it there, the looks so far, and the share of the
+    budget that the search aimed at on the selection text."""
+
+    plan: Plan
+    measured: Measured
+    looks: int
+    budget_factor: float
+
+
+@dataclass(frozen=True)
+class TaskRefusal:
+    """Which tasks refuse a plan, the falls in score that say so, and the tasks by which a block to restore is chosen:
+    those that are broken by the choosing documents alone, for the others must decide once more."""
+
+    drops: dict[str, TaskChange]
+    broken: list[str]
+    suspects: list[str]
+
+
+class TaskJudge:
+    """Asks the tasks about one plan after another, more strictly each time."""
+
+    def __init__(self, planner: Planner, evaluator: Evaluator, source: Measured) -> None:
+        self.planner, self.evaluator, self.source = planner, evaluator, source
+        self.limited = limited_tasks(evaluator)
+        self.looks = 0
+
+    def judge(self, plan: Plan) -> tuple[dict[str, Scores], TaskRefusal | None]:
+        """The scores of a plan, and why the tasks refuse it, if they do.
+
+        The search has seen no task: the first look is at all documents. A further one is spent only on a plan that is
+        surely inside by the documents on which its blocks are chosen.
+        """
+        scores = score_plan(self.planner, self.evaluator, plan)
+        drops = self.evaluator.compare_choosing(self.source.scores, scores, self.limited)
+        broken = find_broken_tasks(self.evaluator, drops)
+        suspects = broken or self.limited
+        if not broken or not self.looks:
+            self.looks += 1
+            drops = self.evaluator.compare_tasks(self.source.scores, scores, self.task_looks)
+            broken = find_broken_tasks(self.evaluator, drops)
+        return scores, TaskRefusal(drops, broken, suspects) if broken else None
+
+    @property
+    def task_looks(self) -> dict[str, int]:
+        return dict.fromkeys(self.limited, self.looks)
+
+    def find_worst_block(self, plan: Plan, scores: Mapping[str, Scores], refusal: TaskRefusal) -> int:
+        return find_worst_block(self.planner, self.evaluator, plan, refusal.suspects, self.source.scores, scores)
+
+
 def search_and_verify(planner: Planner, evaluator: Evaluator, source: Measured) -> VerifiedPlan:
     """The largest plan inside all budgets; `source` is what was measured of the original model.
 
     After a plan that breaks the budget of a text, the search runs again with a smaller budget. In a plan that breaks
     the budget of a task, the block that costs this task most is restored. Such blocks are chosen on one half of a
-    task's documents, and the other half decides, more strictly each time. BudgetError when nothing is left.
+    task's documents, and the other half decides, more strictly each time. What restored blocks free of the text's
+    budget is spent again on others. BudgetError when nothing is left.
     """
-    model = planner.model
-    plan, measured, looks = search_text(planner, evaluator, source)
-    limited = [name for name, limit in evaluator.limits.items() if limit is not None]
-    task_looks = 0
+    plan, measured, looks, budget_factor = search_text(planner, evaluator, source)
+    judge = TaskJudge(planner, evaluator, source)
+    scores, refusal = judge.judge(plan)
+    freed = refusal is not None
+    while refusal is not None:
+        index = judge.find_worst_block(plan, scores, refusal)
+        planner.progress.say(f"  task {', '.join(refusal.broken)} refuses it: block {index} costs most and goes back")
+        missed = task_refusal(evaluator, refusal.drops, refusal.broken, plan.shapes)
+        plan, measured, looks = walk_back(planner, evaluator, source, plan, index, looks, missed)
+        scores, refusal = judge.judge(plan)
+    held = VerifiedPlan(plan, replace(measured, scores=scores), looks, judge.task_looks)
+    if freed:
+        held = spend_freed_budget(planner, evaluator, judge, held, budget_factor)
+    return write_continuations(planner, evaluator, held)
+
+
+def walk_back(
+    planner: Planner, evaluator: Evaluator, source: Measured, plan: Plan, index: int, looks: int, missed: BudgetError
+) -> tuple[Plan, Measured, int]:
+    """The plan without a block that a task refuses, if the texts hold, what was measured of it, and the looks so far.
+
+    From here on no plan has more of this block. `missed` is raised when nothing is left.
+    """
+    refused = index
     while True:
-        identity = identify_patched(model, plan.fits)
-        with patched(model, planner.blocks, plan.fits):
-            scores = evaluator.score_tasks(model, "compressed", identity)
-        # The search has seen no task: the first look is at all documents. A further one is spent only on a plan that is
-        # surely inside by the documents on which its blocks are chosen.
-        drops = evaluator.compare_choosing(source.scores, scores, limited)
-        broken = find_broken_tasks(evaluator, drops)
-        suspects = broken or limited  # by the choosing documents alone, for the others must decide once more
-        if not broken or not task_looks:
-            task_looks += 1
-            drops = evaluator.compare_tasks(source.scores, scores, dict.fromkeys(limited, task_looks))
-            broken = find_broken_tasks(evaluator, drops)
-            if not broken:
-                with patched(model, planner.blocks, plan.fits):
-                    continuations = evaluator.write_continuations(model, "compressed", identity)
-                measured = replace(measured, scores=scores, continuations=continuations)
-                return VerifiedPlan(plan, measured, looks, dict.fromkeys(limited, task_looks))
-        missed = task_refusal(evaluator, drops, broken, plan.shapes)
-        index = find_worst_block(planner, evaluator, plan, suspects, source.scores, scores)
-        planner.progress.say(f"  task {', '.join(broken)} refuses it: block {index} costs most and goes back")
-        while True:
-            smaller = planner.without_block(plan, index)
-            if smaller is None:
-                raise missed
-            plan, looks = smaller, looks + 1
-            measured = measure_plan(planner, evaluator, plan, source)
-            shares = measure_shares(evaluator, source, measured)
-            if largest_share(shares).used <= 1:
-                break
-            # Rare: the smaller plan costs a text more. The block that costs texts most goes back too.
-            missed = text_refusal(evaluator, shares, plan.shapes)
-            index = max(plan.shapes, key=lambda index: planner.space.damages[index].linear)
+        smaller = planner.without_block(plan, index)
+        if smaller is None:
+            raise missed
+        plan, looks = smaller, looks + 1
+        measured = measure_plan(planner, evaluator, plan, source)
+        shares = measure_shares(evaluator, source, measured)
+        if largest_share(shares).used <= 1:
+            planner.hold(refused, plan.shapes.get(refused))
+            return plan, measured, looks
+        # Rare: the smaller plan costs a text more. The block that costs texts most goes back too.
+        missed = text_refusal(evaluator, shares, plan.shapes)
+        index = max(plan.shapes, key=lambda index: planner.space.damages[index].linear)
+
+
+def spend_freed_budget(
+    planner: Planner, evaluator: Evaluator, judge: TaskJudge, held: VerifiedPlan, budget_factor: float
+) -> VerifiedPlan:
+    """A larger plan without what the tasks refused, where the texts' budget, of which restored blocks free a part,
+    allows one; else the plan that holds.
+
+    The larger plan must hold on the verification text by one more look, then on the tasks by the same rule as any other
+    plan. After a refusal by a task, the block that costs it most gets no more than it has, or is left alone.
+    """
+    source, looks = judge.source, held.looks
+    used = largest_share(measure_shares(evaluator, source, held.measured)).used
+    for _ in range(MOST_REFILLS if used < AIMED_SHARE else 0):
+        try:
+            plan = planner.search(AIMED_SHARE * budget_factor, math.inf)  # it has one look
+        except BudgetError:
+            break
+        if planner.count_saved(plan) <= planner.count_saved(held.plan):
+            break
+        measured, looks = measure_plan(planner, evaluator, plan, source), looks + 1
+        if largest_share(measure_shares(evaluator, source, measured)).used > 1:
+            planner.progress.say("  verification text refuses what the freed budget would buy")
+            break
+        scores, refusal = judge.judge(plan)
+        if refusal is None:
+            planner.progress.say("  the freed budget is spent on other blocks, and the tasks hold")
+            return VerifiedPlan(plan, replace(measured, scores=scores), looks, judge.task_looks)
+        index = judge.find_worst_block(plan, scores, refusal)
+        shape = accepted_shape(planner, held.plan, plan, index)
+        planner.progress.say(
+            f"  task {', '.join(refusal.broken)} refuses more: block {index} stays at {shape or 'rest'}"
+        )
+        planner.hold(index, shape)
+    return replace(held, looks=looks)
+
+
+def accepted_shape(planner: Planner, held: Plan, refused: Plan, index: int) -> Shape | None:
+    """The shape that a block has in a plan that held, if it is milder than that in a plan that was refused."""
+    saved, shape = planner.space.candidates[index].saved, held.shapes.get(index)
+    return shape if shape is not None and saved(shape) < saved(refused.shapes[index]) else None
+
+
+def verify_size(planner: Planner, evaluator: Evaluator, source: Measured, target: SizeTarget) -> VerifiedPlan:
+    """The cheapest plan of a size, measured once on the verification text and once on the tasks.
+
+    BudgetError says which budget gave way: a plan that was made smaller would no longer have the size.
+    """
+    plan = search_size(planner, target)
+    measured = measure_plan(planner, evaluator, plan, source)
+    dearest = largest_share(measure_shares(evaluator, source, measured))
+    if dearest.used > 1:
+        cost, affordable = f"{dearest.budget} gave way, {dearest.figure}", say_affordable(planner, plan, target)
+        raise BudgetError(f"{explain_conflict(planner, plan, target)}: {cost}; {affordable}; nothing written")
+    scores = score_plan(planner, evaluator, plan)
+    limited = limited_tasks(evaluator)
+    drops = evaluator.compare_tasks(source.scores, scores, dict.fromkeys(limited, 1))
+    broken = find_broken_tasks(evaluator, drops)
+    if broken:
+        cost = task_cost(evaluator, drops, broken)
+        raise BudgetError(f"{explain_conflict(planner, plan, target)}: {cost}; nothing written")
+    verified = VerifiedPlan(plan, replace(measured, scores=scores), 1, dict.fromkeys(limited, 1))
+    return write_continuations(planner, evaluator, verified)
+
+
+def limited_tasks(evaluator: Evaluator) -> list[str]:
+    """The tasks with a budget."""
+    return [name for name, limit in evaluator.limits.items() if limit is not None]
+
+
+def write_continuations(planner: Planner, evaluator: Evaluator, verified: VerifiedPlan) -> VerifiedPlan:
+    """The verified plan with what the compressed model writes after each prompt."""
+    fits, measured = verified.plan.fits, verified.measured
+    identity = identify_patched(planner.model, fits)
+    with patched(planner.model, planner.blocks, fits):
+        continuations = evaluator.write_continuations(planner.model, "compressed", identity)
+    return replace(verified, measured=replace(measured, continuations=continuations))
+
+
+def score_plan(planner: Planner, evaluator: Evaluator, plan: Plan) -> dict[str, Scores]:
+    """The scores of a plan on all tasks."""
+    identity = identify_patched(planner.model, plan.fits)
+    with patched(planner.model, planner.blocks, plan.fits):
+        return evaluator.score_tasks(planner.model, "compressed", identity)
 
 
 def measure_plan(planner: Planner, evaluator: Evaluator, plan: Plan, source: Measured) -> Measured:
@@ -95,15 +235,14 @@ def measure_shares(evaluator: Evaluator, before: Measured, after: Measured) -> l
     return list_shares(limits, texts, evaluator.compare_fidelity(after))
 
 
-def search_text(planner: Planner, evaluator: Evaluator, source: Measured) -> tuple[Plan, Measured, int]:
-    """The largest plan inside the budgets of all verification texts, what was measured of it there, and how many plans
-    were tried.
+def search_text(planner: Planner, evaluator: Evaluator, source: Measured) -> HeldPlan:
+    """The largest plan inside the budgets of all verification texts.
 
     After a plan that is over the budget, the search runs again with a smaller budget; after one that leaves much of it,
     with a larger one.
     """
     say = planner.progress.say
-    best: tuple[Plan, Measured] | None = None
+    best: tuple[Plan, Measured, float] | None = None
     refusal: BudgetError | None = None
     budget_factor, refused, ceiling, looks = 1.0, math.inf, math.inf, 0
     while looks < MOST_VERIFICATIONS:
@@ -128,7 +267,7 @@ def search_text(planner: Planner, evaluator: Evaluator, source: Measured) -> tup
             refused, budget_factor = min(refused, budget_factor), budget_factor * AIMED_SHARE / used
         else:
             say(f"  verification text holds: {ends}")
-            best = (plan, measured)
+            best = (plan, measured, budget_factor)
             if used >= WELL_USED:
                 break
             # Between what held and what was refused, and not too far ahead where a plan costs next to nothing.
@@ -136,7 +275,8 @@ def search_text(planner: Planner, evaluator: Evaluator, source: Measured) -> tup
     if best is None:
         assert refusal is not None
         raise refusal
-    return *best, looks
+    plan, measured, budget_factor = best
+    return HeldPlan(plan, measured, looks, budget_factor)
 
 
 def task_limit(evaluator: Evaluator, name: str) -> float:
@@ -200,11 +340,24 @@ def task_refusal(
     evaluator: Evaluator, drops: Mapping[str, TaskChange], broken: list[str], shapes: Shapes
 ) -> BudgetError:
     """The error for a plan that costs a task too much; it names the task that is furthest over its limit."""
+    name, drop = worst_task(evaluator, drops, broken)
+    return BudgetError(
+        f"the budget of task {name} is missed: closest was block {list_shapes(shapes)} with {drop}; nothing written"
+    )
+
+
+def task_cost(evaluator: Evaluator, drops: Mapping[str, TaskChange], broken: list[str]) -> str:
+    """That a task gave way, and by how much."""
+    name, drop = worst_task(evaluator, drops, broken)
+    return f"task {name} gave way, with {drop}"
+
+
+def worst_task(evaluator: Evaluator, drops: Mapping[str, TaskChange], broken: list[str]) -> tuple[str, str]:
+    """The task that is furthest over its limit, and its drop in words."""
     name = max(broken, key=lambda name: drops[name].upper - task_limit(evaluator, name))
     change, limit = drops[name], task_limit(evaluator, name)
     hint = "; more documents (--task-limit) would narrow the interval" if change.drop <= limit else ""
-    return BudgetError(
-        f"the budget of task {name} is missed: closest was block {list_shapes(shapes)} with a drop of "
-        f"{change.drop:+.4f} (upper end {change.upper:+.4f}, allowed {limit:g}, {change.documents} documents{hint}); "
-        "nothing written"
+    return name, (
+        f"a drop of {change.drop:+.4f} (upper end {change.upper:+.4f}, allowed {limit:g}, {change.documents} "
+        f"documents{hint})"
     )

@@ -10,13 +10,13 @@ from huggingface_hub import ModelCardData
 from compressor.report.card_metadata import clean_name, list_problems, list_scores, name_text, remove_markup, text_words
 from compressor.report.export_record import ExportRecord
 from compressor.report.fidelity import format_nats
-from compressor.report.formats import SAME_SPEED, last_part, name_replacement, name_verdict, ratio_interval
+from compressor.report.formats import SAME_SPEED, asked_size, last_part, name_replacement, name_verdict, ratio_interval
 from compressor.report.record import Record, SavedRecord
 from compressor.report.record_parts import Block, SavedBlock, Source, Speed, TextResult, present
 from compressor.report.tables import fidelity_rows, task_row, text_row
 from compressor.runtime.card_rules import carry_over
 from compressor.runtime.errors import visible
-from compressor.runtime.names import UNNAMED
+from compressor.runtime.names import NO_LIMIT, UNNAMED
 from compressor.runtime.network import is_hub_id, is_repo_id
 
 PICTURE = "figures/depth.png"
@@ -144,6 +144,9 @@ def measured_section(record: Record | SavedRecord) -> list[str]:
     table += [f"| {' | '.join([escape(row[0]), *row[1:]])} {'| ' * (7 - len(row))}|" for row in rows]
     confidence = present(record.budget).confidence
     budgets = "".join(f"- {line}\n" for name, text in texts.items() for line in budget_lines(name, text, confidence))
+    if record.budget and record.budget.remove:
+        asked = escape(asked_size(record.budget.remove))
+        budgets += f"- Size: {present(size.removed):,} parameters are gone ({asked}).\n"
     return ["## Measured\n", "\n".join(table) + "\n", budgets, provenance_line(record)]
 
 
@@ -152,7 +155,9 @@ def budget_lines(name: str, text: TextResult, confidence: float) -> list[str]:
     on = "" if name == UNNAMED else f" on {escape(name)}"
     end = f"the upper end of the rise at {confidence:.0%}" if confidence else "the rise"
     lines = []
-    if text.max_dppl is not None:
+    if text.max_dppl is None:
+        lines.append(f"Budget: {NO_LIMIT} on perplexity{on} was asked for; {end} is {text.delta_upper:+.3f}.")
+    else:
         lines.append(
             f"Budget: perplexity{on} may rise by {text.max_dppl:.3f} at most ({escape(text.asked)} was asked for); "
             f"{end} is {text.delta_upper:+.3f}, {'inside' if text.passed else 'OUTSIDE'}."

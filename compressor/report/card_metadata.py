@@ -21,7 +21,7 @@ from compressor.report.record import Record, SavedRecord
 from compressor.report.record_parts import present
 from compressor.runtime.card_rules import DATASET, LANGUAGE, LICENSE, fits, matching
 from compressor.runtime.errors import reason_of, shorten, visible
-from compressor.runtime.names import HUB_SPLITS, HUB_TEXTS, UNNAMED, split_name
+from compressor.runtime.names import HUB_SPLITS, HUB_TEXTS, NO_LIMIT, UNNAMED, split_name
 from compressor.runtime.network import is_repo_id
 from compressor.runtime.safe_files import load_yaml
 
@@ -66,12 +66,12 @@ def text_scores(record: Record) -> Iterator[tuple[Dataset, Metrics]]:
     words = text_words(record)
     for name, text in record.text_results().items():
         low, high = text.delta_ci95
-        budget = "" if text.max_dppl is None else f"; the budget is {text.max_dppl:+.4f}"
+        budget = f"{NO_LIMIT} was asked for" if text.max_dppl is None else f"the budget is {text.max_dppl:+.4f}"
         metrics: Metrics = [
             ("perplexity", text.compressed, f"perplexity, windows of {text.seq_len} tokens"),
             ("source_perplexity", text.baseline, "perplexity of the source model"),
             ("perplexity_rise", text.delta, f"rise in perplexity (95 % interval {low:+.4f} … {high:+.4f})"),
-            ("perplexity_rise_upper", text.delta_upper, f"{end}{budget}"),
+            ("perplexity_rise_upper", text.delta_upper, f"{end}; {budget}"),
         ]
         yield describe_dataset(words.get(name, []), name), [*metrics, *fidelity_scores(text.fidelity)]
 

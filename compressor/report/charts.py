@@ -55,7 +55,9 @@ from compressor.report.linearity_charts import (
     trained,
 )
 from compressor.report.record import ProfileSet, Record, profiles_of
-from compressor.report.record_parts import Band, Block, FrontierPoint, PerplexityChange
+from compressor.report.record_parts import Band, Block, PerplexityChange
+from compressor.report.search_parts import FrontierPoint
+from compressor.runtime.names import NO_LIMIT
 
 
 def blocks(record: Record) -> Chart | None:
@@ -156,7 +158,8 @@ def budgets(record: Record) -> Chart | None:
     tokens = sum(result.tokens for result in record.text_results().values())
     windows = " and ".join(sorted({num(result.seq_len) for result in record.text_results().values()}))
     caption = "Each mark is the change with its 95 % interval; the upright bar is the budget. "
-    if record.budget and record.budget.confidence:
+    limited = any(result.max_dppl is not None for result in record.text_results().values())
+    if record.budget and record.budget.confidence and limited:
         caption += f"The upper end at {percent(record.budget.confidence, 0)} confidence must be left of it. "
     caption += f"{num(tokens)} predicted tokens in windows of {windows or 'unknown length'}."
     description = (
@@ -173,7 +176,7 @@ def state(passed: bool | None) -> str:
 def describe_text(name: str, change: PerplexityChange, limit: float | None, passed: bool | None) -> Row:
     figures = f"{num(change.baseline)} → {num(change.compressed)}"
     note = f"perplexity of {name}: {figures}\n{num(change.delta, '+')} ({interval(change.delta_ci95)})"
-    note += f", budget {num(limit, '+')}" if limit is not None else ""
+    note += f", {NO_LIMIT}" if limit is None else f", budget {num(limit, '+')}"
     ends: Row = {"value": change.delta, "low": change.delta_ci95[0], "high": change.delta_ci95[1], "budget": limit}
     return {"name": f"perplexity, {name}: {figures}", "state": state(passed), "note": note, **ends}
 
@@ -279,18 +282,17 @@ def position(record: Record) -> Chart | None:
 
 
 def frontier(points: Sequence[FrontierPoint], name: str, model: str, seq_len: int) -> Chart:
-    """Parameters and FLOPs removed against the rise in perplexity, for each budget; empty where no plan was points."""
+    """Parameters and FLOPs removed against the rise in perplexity, for each budget or size; empty without a plan."""
     rows, names = [], ("parameters", "FLOPs per token")
     for point in points:
         if point.removed and point.texts:
             texts = point.texts.values()
             low, high = min(text.delta_ci95[0] for text in texts), max(text.delta_ci95[1] for text in texts)
             rise = max(text.delta for text in texts)
-            note = f"budget {point.asked}\n{num(rise, '+')} ({interval((low, high))})"
+            label = f"{'at least' if point.remove else 'budget'} {point.asked}"
+            note = f"{label}\n{num(rise, '+')} ({interval((low, high))})"
             row: Row = {"y": rise, "low": low, "high": high, "note": note}
-            rows.append(
-                {"x": 100 * point.removed_fraction, "series": names[0], "label": f"budget {point.asked}", **row}
-            )
+            rows.append({"x": 100 * point.removed_fraction, "series": names[0], "label": label, **row})
             if point.flops_ratio:
                 rows.append({"x": 100 * (1 - 1 / point.flops_ratio), "series": names[1], "label": "", **row})
     drawn = clean_rows(rows, "x", "y")
@@ -306,7 +308,8 @@ def frontier(points: Sequence[FrontierPoint], name: str, model: str, seq_len: in
         marks(x=x, y=y),
     ]
     drawing = overlay(drawn, 280, *layers)
-    caption = f"The largest plan for each budget, with the 95 % interval of ΔPPL on windows of {num(seq_len)} tokens."
+    which = "cheapest plan for each size" if any(point.remove for point in points) else "largest plan for each budget"
+    caption = f"The {which}, with the 95 % interval of ΔPPL on windows of {num(seq_len)} tokens."
     return finish(name, last_part(model), caption, "rise in perplexity against what was removed", drawing)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
-from compressor.report.record_parts import BlockFigures, Replacement, TaskResult, Verdict
+from compressor.report.record_parts import BlockFigures, Removal, Replacement, TaskResult, Verdict
 
 MISSING = "–"
 RIDGE_GAP = 0.01  # the chosen ridge is shown where it explains so much more than plain least squares
@@ -93,6 +93,12 @@ def name_replacement(replacement: Replacement) -> str:
     rank, neurons = replacement.rank, replacement.neurons
     words = [replacement.kind, str(neurons or ""), f"rank {rank}" if rank and neurons else str(rank or "")]
     return " ".join(word for word in words if word)
+
+
+def asked_size(removal: Removal) -> str:
+    """How much was to go, in words: `asked: at least 10 % (13,451,501 parameters)`."""
+    share = f"{removal.asked.removesuffix('%')} % (" if removal.asked.endswith("%") else ""
+    return f"asked: at least {share}{removal.parameters:,} parameters{')' if share else ''}"
 
 
 def chosen_elsewhere(task: TaskResult) -> str:

@@ -24,6 +24,7 @@ from compressor.report.fidelity import format_nats, say_agreement
 from compressor.report.formats import (
     MISSING,
     SAME_SPEED,
+    asked_size,
     block_numbers,
     chosen_elsewhere,
     ends,
@@ -38,9 +39,10 @@ from compressor.report.formats import (
     ridge_differs,
 )
 from compressor.report.record import ProfileSet, Record
-from compressor.report.record_parts import Block, Sample, TopRow
+from compressor.report.record_parts import SIZE_CHECK, Block, Sample, TopRow
 from compressor.report.summary import answer, finding_lines
 from compressor.runtime.errors import visible
+from compressor.runtime.names import NO_LIMIT
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -64,6 +66,7 @@ class Promise:
     change: float | None = None
     ends: Sequence[float | str] | None = None
     limit: float | str | None = None
+    limit_words: str = ""  # where the limit is not a number
     note: str = ""
 
 
@@ -217,6 +220,8 @@ def headline(record: Record) -> Answer:
     """How much is gone, what it costs, whether that was allowed, and which checks failed."""
     gone = record.parameters.removed_fraction
     said = "No measurement is recorded" if gone is None else f"{percent(gone, 2)} of the parameters are gone"
+    if record.budget and record.budget.remove:
+        said += f" ({asked_size(record.budget.remove)})"
     loss, good = say_cost(record)
     nearness, near = say_fidelity(record)
     sentences, good = [f"{said}{loss}.", *nearness], good and near
@@ -236,14 +241,12 @@ def say_cost(record: Record) -> tuple[str, bool]:
         return "; perplexity is not a number", False
     said = f"; perplexity {'falls' if change.delta < 0 else 'rises'} by {num(abs(change.delta))} "
     said += f"(95 % interval {interval(change.delta_ci95)})"
+    if record.budget.max_dppl is None:
+        return f"{said}, {NO_LIMIT} was asked for", True
     if len(texts) > 1:
-        if record.budget.max_dppl is None:
-            return said, True
-        outside = ", ".join(name for name, text in texts.items() if not text.passed)
+        outside = ", ".join(name for name, text in texts.items() if text.passed is False)
         return f"{said}, {f'OUTSIDE the budget of {outside}' if outside else 'inside each budget'}", not outside
     limit = record.budget.max_dppl
-    if limit is None:
-        return said, True
     inside = is_number(change.delta_upper) and change.delta_upper <= limit
     return f"{said}, {'inside' if inside else 'OUTSIDE'} the budget of {num(limit, '+')}", inside
 
@@ -267,6 +270,7 @@ def list_promises(record: Record) -> list[Promise]:
         Promise(
             *(f"perplexity {name}", text.passed, text.baseline, text.compressed, text.delta, text.delta_ci95),
             limit=text.max_dppl,
+            limit_words=NO_LIMIT if text.max_dppl is None else "",
             note=f"{num(text.tokens)} tokens in windows of {num(text.seq_len)}"
             + (f"; about {text.about}" if text.about else ""),
         )
@@ -292,6 +296,12 @@ def list_promises(record: Record) -> list[Promise]:
         )
         for name, task in record.tasks.items()
     ]
+    if record.budget and record.budget.remove:
+        size = record.parameters
+        kept = next((check.passed for check in record.checks if check.name == SIZE_CHECK), None)
+        change = None if size.removed is None else -size.removed
+        asked = asked_size(record.budget.remove).removeprefix("asked: ")
+        promises.append(Promise(SIZE_CHECK, kept, size.before, size.after, change, limit_words=asked))
     shown = {promise.name: place for place, promise in enumerate(promises)}
     for check in record.checks:
         if check.name not in shown:

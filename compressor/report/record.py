@@ -14,7 +14,6 @@ from pydantic import Field, ValidationError, model_validator
 import compressor
 from compressor.report.fidelity import Fidelity
 from compressor.report.record_parts import (
-    Agreement,
     Block,
     Breakdown,
     Budget,
@@ -22,7 +21,6 @@ from compressor.report.record_parts import (
     Corpus,
     CorpusPair,
     CrossSummary,
-    FrontierPoint,
     Generation,
     Parameters,
     Part,
@@ -38,9 +36,9 @@ from compressor.report.record_parts import (
     TextResult,
     Texts,
     Tool,
-    TriedPlan,
     Verdict,
 )
+from compressor.report.search_parts import Agreement, FrontierPoint, TriedPlan
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import EXPORT, RECORD, UNNAMED
 from compressor.runtime.safe_files import read_json

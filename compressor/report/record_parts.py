@@ -269,6 +269,13 @@ class CorpusPair(Part):
     largest_difference: Figure
 
 
+class Removal(Part):
+    """How much was to go at least, word for word and in parameters."""
+
+    asked: str
+    parameters: Count
+
+
 class Budget(Part):
     """What was asked for, word for word, and the rise in perplexity that it allows; of several texts the smallest, None
     where perplexity has no limit."""
@@ -277,6 +284,7 @@ class Budget(Part):
     asked: str
     max_kl: Figure | None = None
     confidence: Annotated[float, Field(ge=0, lt=1)]
+    remove: Removal | None = None
 
 
 class TextResult(PerplexityChange):
@@ -381,6 +389,9 @@ class Breakdown(Part):
     windows: list[Window] = Field(default_factory=list)
 
 
+SIZE_CHECK = "parameters removed"
+
+
 class Check(Part):
     """One promise, and whether it was kept."""
 
@@ -440,45 +451,3 @@ class Speed(Part):
             for name, before, after, ratio, ci95 in found
             if before is not None and after is not None and ratio is not None and ci95 is not None
         ]
-
-
-class Prediction(Part):
-    """One replacement in one block alone: nats per token as predicted and as measured."""
-
-    index: int
-    replacement: str
-    predicted: Figure
-    measured: Figure
-    standard_error: Figure
-
-
-class Agreement(Part):
-    """Whether predictions hold, over all blocks."""
-
-    rank_correlation: Figure | None
-    blocks: list[Prediction]
-
-
-class TriedPlan(Part):
-    """A plan that the search fitted and measured."""
-
-    replacements: dict[str, dict[str, int | None]]
-    compensated: bool
-    removed: int
-    predicted_dloss: Figure
-    texts: dict[str, PerplexityChange]
-
-
-class FrontierPoint(Part):
-    """The largest plan for one of several budgets; without a plan, why."""
-
-    asked: str
-    removed: int
-    removed_fraction: Figure
-    file: str | None = None
-    flops_per_token: int | None = None
-    flops_ratio: Figure | None = None
-    predicted_dloss: Figure | None = None
-    texts: dict[str, PerplexityChange] = Field(default_factory=dict)
-    blocks: int = 0
-    reason: str | None = None

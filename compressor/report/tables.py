@@ -13,6 +13,7 @@ from compressor.report.fidelity import Fidelity, format_ends, format_nats, forma
 from compressor.report.formats import (
     MISSING,
     SAME_SPEED,
+    asked_size,
     chosen_elsewhere,
     ends,
     name_replacement,
@@ -20,8 +21,18 @@ from compressor.report.formats import (
     ratio_interval,
 )
 from compressor.report.record import Record, SavedRecord
-from compressor.report.record_parts import Block, Check, Parameters, PerplexityChange, TaskResult, TextResult, present
-from compressor.runtime.names import UNNAMED
+from compressor.report.record_parts import (
+    SIZE_CHECK,
+    Block,
+    Budget,
+    Check,
+    Parameters,
+    PerplexityChange,
+    TaskResult,
+    TextResult,
+    present,
+)
+from compressor.runtime.names import NO_LIMIT, UNNAMED
 from compressor.runtime.resources import format_bytes
 
 COLOURS = {"FAILED": "bold red", "passed": "green"}
@@ -78,10 +89,12 @@ def perplexity_line(change: PerplexityChange) -> str:
     )
 
 
-def parameters_line(parameters: Parameters) -> str:
+def parameters_line(parameters: Parameters, budget: Budget | None) -> str:
+    """How many parameters are gone, and how many were to go, where that was asked."""
     before, after, removed = (present(n) for n in (parameters.before, parameters.after, parameters.removed))
     fraction = present(parameters.removed_fraction)
-    return f"parameters {before:,} → {after:,}  (−{removed:,}, {fraction:.2%} of the model)"
+    asked = f"; {asked_size(budget.remove)}" if budget and budget.remove else ""
+    return f"parameters {before:,} → {after:,}  (−{removed:,}, {fraction:.2%} of the model{asked})"
 
 
 def text_lines(record: Record) -> list[str]:
@@ -91,7 +104,7 @@ def text_lines(record: Record) -> list[str]:
     lines = []
     for name, text in record.text_results().items():
         if text.max_dppl is None:
-            budget = "budget: perplexity has no limit"
+            budget = f"{NO_LIMIT} on perplexity was asked for ({end} {text.delta_upper:+.3f})"
         else:
             held = "inside" if text.delta_upper <= text.max_dppl else "OUTSIDE"
             budget = f"budget +{text.max_dppl:.3f} ({text.asked}): {held} ({end} {text.delta_upper:+.3f})"
@@ -160,6 +173,7 @@ def check_table(record: Record) -> Table:
     rows = [text_row(name, text) for name, text in record.texts.items()]
     rows += [row for name, text in record.texts.items() for row in fidelity_rows(name, text.fidelity)]
     rows += [task_row(name, task) for name, task in record.tasks.items()]
+    rows += [size_row(check, record.parameters) for check in record.checks if check.name == SIZE_CHECK]
     rows += [baseline_row(check) for check in record.checks if check.name.startswith("baseline ")]
     for row in rows:
         table.add_row(*map(Styled, row), style=COLOURS.get(row[-1], ""))
@@ -173,7 +187,7 @@ def name_outcome(passed: bool | None) -> str:
 def text_row(name: str, text: TextResult) -> list[str]:
     low, high = text.delta_ci95
     figures = f"{text.baseline:.3f}", f"{text.compressed:.3f}", f"{text.delta:+.3f}"
-    limit = MISSING if text.max_dppl is None else f"{text.max_dppl:+.3f}"
+    limit = NO_LIMIT if text.max_dppl is None else f"{text.max_dppl:+.3f}"
     return [f"perplexity {name}", *figures, f"{low:+.3f} … {high:+.3f}", limit, name_outcome(text.passed)]
 
 
@@ -200,6 +214,12 @@ def task_row(name: str, task: TaskResult) -> list[str]:
     return [label, *figures, f"{low:+.4f} … {high:+.4f}", limit, name_outcome(task.passed)]
 
 
+def size_row(check: Check, parameters: Parameters) -> list[str]:
+    sizes = [f"{present(size):,}" for size in (parameters.before, parameters.after)]
+    change, limit = (f"{-present(share):.2%}" for share in (check.measured, check.limit))
+    return [check.name, *sizes, change, "", limit, name_outcome(check.passed)]
+
+
 def baseline_row(check: Check) -> list[str]:
     measured, limit = (MISSING if value is None else f"{value:.4f}" for value in (check.measured, check.limit))
     figures = ["", measured] if check.name.endswith("compressed") else [measured, ""]
@@ -209,14 +229,15 @@ def baseline_row(check: Check) -> list[str]:
 def plan_lines(record: Record, file: Path) -> list[str]:
     selection = [f"selection {name}: {perplexity_line(change)}" for name, change in record.selection.items()]
     selection += [f"selection {name}: {text.fidelity}" for name, text in record.selection.items() if text.fidelity]
-    size = parameters_line(record.parameters)
+    size = parameters_line(record.parameters, record.budget)
     return [*notes(record), *warning_lines(record), *agreement_lines(record), *selection, size, f"plan: {file}"]
 
 
 def frontier_table(record: Record) -> Table:
-    """One line per budget: what is removed, and what it costs on the selection text."""
+    """One line per budget or size: what is removed, and what it costs on the selection text."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("budget", "removed", "parameters", "FLOPs per token", "ΔPPL", "95 % interval", "blocks", "plan"):
+    asked = "at least" if any(point.remove for point in record.frontier) else "budget"
+    for name in (asked, "removed", "parameters", "FLOPs per token", "ΔPPL", "95 % interval", "blocks", "plan"):
         table.add_column(name, justify="left" if name == "plan" else "right")
     for point in record.frontier:
         if not point.removed:
@@ -242,13 +263,15 @@ def frontier_lines(record: Record, file: Path) -> list[str]:
     selection = present(text.selection)
     where = f"ΔPPL on the selection text, {selection.tokens:,} tokens, windows of {text.seq_len}"
     note = "room is left for the noise of the verification text, on which `compress apply` measures"
+    if present(record.budget).max_dppl is None:
+        note = f"{NO_LIMIT} on perplexity; `compress apply` measures on the verification text"
     return [*agreement_lines(record), f"{where}; {note}", f"written: {', '.join([str(file), *record.figures])}"]
 
 
 def result_lines(record: Record) -> list[str]:
     """What a run of the whole job came to."""
     figures = [*text_lines(record), *task_lines(record), *generation_lines(record), *breakdown_lines(record)]
-    size = [parameters_line(record.parameters), *speed_lines(record)]
+    size = [parameters_line(record.parameters, record.budget), *speed_lines(record)]
     done = [time_line(record.timings), f"written to {record.out}"]
     return [*notes(record), *agreement_lines(record), *warning_lines(record), *figures, *size, *done]
 
@@ -307,7 +330,7 @@ def check_lines(record: Record) -> list[str]:
         f"{where}; {held} must be inside the limit",
         *generation_lines(record),
         *breakdown_lines(record),
-        parameters_line(record.parameters),
+        parameters_line(record.parameters, record.budget),
         *warning_lines(record),
         *(f"FAILED {check.name}: {check.detail}" for check in failed),
         *written,
@@ -321,7 +344,13 @@ def info_lines(record: Record | SavedRecord) -> list[str]:
     lines = [f"made from {source.model} ({source.model_type}) by compressor {record.tool.version}"]
     if isinstance(record, Record):
         figures = [*text_lines(record), *task_lines(record), *generation_lines(record)]
-        return [*lines, *notes(record), *figures, parameters_line(record.parameters), *weights_lines(record)]
+        return [
+            *lines,
+            *notes(record),
+            *figures,
+            parameters_line(record.parameters, record.budget),
+            *weights_lines(record),
+        ]
     replaced = [f"{block.path}: {name_replacement(block.replacement)}" for block in record.blocks]
     unmeasured = "no measurements are recorded: it was saved through the Python API"
     return [*lines, *replaced, unmeasured, *weights_lines(record)]

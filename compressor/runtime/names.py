@@ -11,6 +11,7 @@ NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.:-]+)=(?P<rest>.*)", re.DOTALL)
 
 HUB_TEXTS = {"wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
 HUB_SPLITS = ("train", "validation", "test")
+NO_LIMIT = "no limit"  # on perplexity, where only a size was asked for
 UNNAMED = "text"  # all texts that the user gave no name
 CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS = 24_576, 8_192, 16_384
 

@@ -59,6 +59,10 @@ def test_several_budgets_after_one_option() -> None:
     ]
     assert spread_budgets(["m", "--max-dppl", "1.0", "--out", "3"]) == ["m", "--max-dppl", "1.0", "--out", "3"]
     assert spread_budgets(["--max-dppl", "1.0", "./m"]) == ["--max-dppl", "1.0", "./m"]
+    assert spread_budgets(["plan", "m", "--remove", "2%", "5%", "--max-dppl", "1", "2", "--json"]) == [
+        *("plan", "m", "--remove", "2%", "--remove", "5%", "--max-dppl", "1", "--max-dppl", "2", "--json")
+    ]
+    assert spread_budgets(["--remove", "1000", "m", "5"]) == ["--remove", "1000", "m", "5"]
 
 
 @pytest.mark.parametrize("command", ["", *sorted(COMMANDS)])

@@ -73,6 +73,32 @@ def test_point_estimate_is_a_confidence() -> None:
     assert Budget.parse("1", 0).confidence == 0
 
 
+@pytest.mark.parametrize(("given", "kept"), [("10%", "10%"), (10_000, 10_000), ("1000000", 1_000_000), ("1e6", 10**6)])
+def test_a_size_is_read_back_from_the_recipe(given: str | int, kept: str | int, tmp_path: Path) -> None:
+    recipe = resolve(None, {"remove": given})
+    assert recipe.settings()["remove"] == kept
+    again = resolve(write(tmp_path, dump(recipe, "header")), {})
+    assert again.removal() == recipe.removal() is not None
+    assert again.max_dppl is None
+    again.require_budget()
+
+
+def test_several_sizes_or_several_budgets_but_not_both(tmp_path: Path) -> None:
+    sizes = resolve(write(tmp_path, "remove: [2%, 5%, 10_000]\nmax_dppl: 1.0\n"), {})
+    assert [each.remove for each in sizes.searches()] == [["2%"], ["5%"], ["10000"]]
+    assert {str(each.max_dppl) for each in sizes.searches()} == {"['1.0']"}
+    with pytest.raises(InputError, match="--remove is given twice"):
+        sizes.removal()
+    with pytest.raises(InputError, match="both have several values"):
+        resolve(None, {"remove": ["2%", "5%"], "max_dppl": ["1", "2"]}).searches()
+    assert resolve(None, {"remove": "2%"}).searches() == [resolve(None, {"remove": "2%"})]
+
+
+def test_a_recipe_that_asks_for_nothing() -> None:
+    with pytest.raises(InputError, match=r"--max-dppl is missing: .*or how much must go, such as --remove 10%"):
+        Recipe().require_budget()
+
+
 def write(tmp_path: Path, text: str) -> Path:
     file = tmp_path / "recipe.yaml"
     file.write_text(text, encoding="utf-8")

@@ -27,7 +27,7 @@ from report.records import (
 from compressor.report.chart_style import CONFIG, DARK, LARGEST, Chart
 from compressor.report.charts import charts_of, draw, draw_frontier
 from compressor.report.record import ProfileSet, Record
-from compressor.report.record_parts import FrontierPoint
+from compressor.report.search_parts import FrontierPoint
 
 BROKEN = (math.nan, math.inf, -math.inf, 1e308, -1e308, 5e-324, 0.0, -1.0, 1e14)
 OF_ASSESSMENT = ["blocks", "budgets", "depth", "swap", "regimes", "ladder", "agreement", "frequency", "position"]

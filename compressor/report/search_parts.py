@@ -1,0 +1,51 @@
+"""The parts of a record that a search fills: whether predictions held, the plans that were tried, and the frontier."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from compressor.report.part import Figure, Part
+from compressor.report.record_parts import PerplexityChange, Removal
+
+
+class Prediction(Part):
+    """One replacement in one block alone: nats per token as predicted and as measured."""
+
+    index: int
+    replacement: str
+    predicted: Figure
+    measured: Figure
+    standard_error: Figure
+
+
+class Agreement(Part):
+    """Whether predictions hold, over all blocks."""
+
+    rank_correlation: Figure | None
+    blocks: list[Prediction]
+
+
+class TriedPlan(Part):
+    """A plan that the search fitted and measured."""
+
+    replacements: dict[str, dict[str, int | None]]
+    compensated: bool
+    removed: int
+    predicted_dloss: Figure
+    texts: dict[str, PerplexityChange]
+
+
+class FrontierPoint(Part):
+    """The largest plan for one of several budgets, or the cheapest of one of several sizes; without a plan, why."""
+
+    asked: str
+    removed: int
+    removed_fraction: Figure
+    file: str | None = None
+    flops_per_token: int | None = None
+    flops_ratio: Figure | None = None
+    predicted_dloss: Figure | None = None
+    texts: dict[str, PerplexityChange] = Field(default_factory=dict)
+    blocks: int = 0
+    reason: str | None = None
+    remove: Removal | None = None  # the size, where that was asked for
