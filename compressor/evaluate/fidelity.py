@@ -32,6 +32,8 @@ from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 from compressor.text import Split, batches
 
+TUPLE_LENGTH = "tuple_length"  # beside the states in the cache
+
 
 @dataclass(frozen=True)
 class Fidelity:
@@ -115,27 +117,29 @@ def measure_source(
     """The losses of the source, and what compressed models are compared with, in one pass; both are cached.
 
     The losses are cached under their key, the states beside them, by each process for its own batches. If either is
-    missing, the pass is made again. `named` is said where both were there.
+    missing, the pass is made again. `named` is said where both were there: then the model is not run at all.
     """
     cache, states_key = context.cache, process_key({**losses_key, "kind": f"states of {losses_key['kind']}"})
     losses, states = cache.find(losses_key), cache.read_own(states_key)
-    found = all(bool(flag) for flag in distributed.gather([torch.tensor([states is not None])]))
+    found = all(bool(flag) for flag in distributed.gather([torch.tensor([TUPLE_LENGTH in (states or {})])]))
     blocks = find_blocks(model)
     layers = [model.get_submodule(block.layer_path) for block in blocks]
-    tuple_length = check_layers(model, blocks)
     weights = disk_weights_of(model)
     spool = TensorSpool((), weights.scratch if weights else None)
     if losses is not None and found and states is not None:
+        tuple_length = int(states.pop(TUPLE_LENGTH))
         for name in sorted(states):
             spool.append(states[name])
         if named:
             context.progress.say(f"{named}: measured before")
     else:
+        tuple_length = check_layers(model, blocks)
         with watching_last_layer(layers[-1]) as outputs:
             passed = evaluate(
                 model, windows, context, step=step, watch=lambda _number, _batch, _logits: spool.append(outputs[-1])
             )
-        cache.write_own(states_key, {f"{number:08d}": state for number, state in enumerate(spool)})
+        kept = {f"{number:08d}": state for number, state in enumerate(spool)}
+        cache.write_own(states_key, {TUPLE_LENGTH: torch.tensor(tuple_length), **kept})
         if losses is None:
             losses = {"nats": passed.nats}
             cache.keep(losses_key, losses)

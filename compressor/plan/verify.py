@@ -164,9 +164,8 @@ def spend_freed_budget(
             return VerifiedPlan(plan, replace(measured, scores=scores), looks, judge.task_looks)
         index = judge.find_worst_block(plan, scores, refusal)
         shape = accepted_shape(planner, held.plan, plan, index)
-        planner.progress.say(
-            f"  task {', '.join(refusal.broken)} refuses more: block {index} stays at {shape or 'rest'}"
-        )
+        kept = f"keeps {shape}" if shape else "is left alone"
+        planner.progress.say(f"  task {', '.join(refusal.broken)} refuses the larger plan: block {index} {kept}")
         planner.hold(index, shape)
     return replace(held, looks=looks)
 
