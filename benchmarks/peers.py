@@ -38,7 +38,8 @@ from compressor.measure.profile import measure
 from compressor.models.blocks import Block, find_blocks
 from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import patch
-from compressor.plan.search import Planner, make_planner, prepare_search
+from compressor.plan.api import make_planner
+from compressor.plan.search import Planner, prepare_search
 from compressor.runtime.cache import Cache
 from compressor.runtime.context import RunContext
 from compressor.runtime.names import UNNAMED

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from compressor.measure.profile import measure
     from compressor.models.load import load_model as load
     from compressor.pipelines.outputs import save
+    from compressor.plan.api import apply, plan
     from compressor.plan.choices import Choices
-    from compressor.plan.search import apply, plan
     from compressor.plan.shapes import Shape
     from compressor.runtime.context import RunContext
     from compressor.text import load_text
@@ -56,7 +56,7 @@ offer(
         "Choices": "plan.choices",
         "RunContext": "runtime.context",
         "Shape": "plan.shapes",
-        "apply": "plan.search",
+        "apply": "plan.api",
         "evaluate": "evaluate",
         "export": "export",
         "load": "models.load:load_model",

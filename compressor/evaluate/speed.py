@@ -25,7 +25,7 @@ CALLS = 2  # of a block per turn, of which the faster one counts
 # and by this many seconds: less does not matter.
 SLOWER_FACTOR = 1.05
 SLOWER_SECONDS = 5e-5
-PREFILL_TOKENS = 1024
+PREFILL_TOKENS = 512
 DECODED = 16
 # The fewest pairs whose extremes are a 95 % interval, and how many are timed at most: as many as fit into the seconds.
 LEAST_PAIRS, MOST_PAIRS = 6, 16

@@ -18,7 +18,7 @@ from compressor.pipelines.compress import finish
 from compressor.pipelines.describe import describe_source, describe_text, put_replacements
 from compressor.pipelines.job import open_job, require_room, reserved_out, size_target
 from compressor.pipelines.recipe import Recipe
-from compressor.plan.search import fit_shapes
+from compressor.plan.api import fit_shapes
 from compressor.plan.shapes import Shape
 from compressor.plan.verify import refuse_over_budget
 from compressor.report.record import Record, describe_tool, list_mistakes

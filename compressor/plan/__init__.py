@@ -2,4 +2,4 @@
 
 from compressor.runtime.lazy import offer
 
-__all__ = offer(__name__, {"plan": "search", "apply": "search", "Plan": "search", "Shape": "shapes"}, verb="plan")
+__all__ = offer(__name__, {"plan": "api", "apply": "api", "Plan": "search", "Shape": "shapes"}, verb="plan")

@@ -24,7 +24,7 @@ from compressor.plan.moments_store import MomentsStore
 from compressor.runtime.cache import Tensors
 from compressor.runtime.errors import NumericsError
 
-TRIAL_TOKENS = 1536  # of every text
+TRIAL_TOKENS = 1024  # of every text
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ NEURON_SHARES = (0.97, 0.94, 0.91, 0.87, 0.83, 0.78, 0.71, 0.61, 0.5, 0.38, 0.25
 RANK_SHARES = (0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)  # ranks beside kept neurons, of the width
 NEURON_MULTIPLE = 8  # where there are many neurons, multiples of this are kept: matrix products are faster then
 # Candidates of each kind that have their damage computed row by row; those of the others are interpolated.
-PROBED_PRUNED, PROBED_HYBRID = 3, 2
+PROBED_PRUNED, PROBED_HYBRID = 3, 3
 
 
 @dataclass(frozen=True)

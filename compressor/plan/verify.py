@@ -243,7 +243,7 @@ def search_text(planner: Planner, evaluator: Evaluator, source: Measured) -> Hel
     say = planner.progress.say
     best: tuple[Plan, Measured, float] | None = None
     refusal: BudgetError | None = None
-    budget_factor, refused, ceiling, looks = 1.0, math.inf, math.inf, 0
+    budget_factor, refused, ceiling, looks = AIMED_SHARE, math.inf, math.inf, 0
     while looks < MOST_VERIFICATIONS:
         try:
             plan = planner.search(budget_factor, ceiling)

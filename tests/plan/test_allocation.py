@@ -24,11 +24,12 @@ from compressor.models.blocks import find_blocks
 from compressor.models.load import load_model
 from compressor.models.residual import measure_stream_gain, open_stream, resume
 from compressor.patch.tree import patched
+from compressor.plan.api import make_planner
 from compressor.plan.calibration import Calibration, Point, rank_correlation
 from compressor.plan.fit import Fitter
 from compressor.plan.frontier import Candidate
 from compressor.plan.moments_store import open_store
-from compressor.plan.search import make_planner, prepare_search
+from compressor.plan.search import prepare_search
 from compressor.plan.shapes import Shape
 from compressor.runtime.cache import Cache
 from compressor.runtime.context import RunContext

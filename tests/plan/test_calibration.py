@@ -20,11 +20,12 @@ from compressor.measure.profile import measure
 from compressor.measure.study import StudyOptions, study
 from compressor.measure.swap import spread_windows
 from compressor.plan import block_trials
+from compressor.plan.api import make_planner
 from compressor.plan.calibration import Calibration, Point, binding_calibration, correct_predictions
 from compressor.plan.candidates import BlockCandidates
 from compressor.plan.frontier import Candidate
 from compressor.plan.moments_store import MomentsStore
-from compressor.plan.search import make_planner, prepare_search
+from compressor.plan.search import prepare_search
 from compressor.plan.shapes import Shape
 from compressor.runtime.context import RunContext
 from compressor.text import Split, Text

@@ -21,10 +21,11 @@ import compressor
 from compressor.evaluate.budget import Budget
 from compressor.measure.profile import Profile, measure
 from compressor.measure.verdicts import Verdict
+from compressor.plan.api import make_planner
 from compressor.plan.calibration import typical_candidate
 from compressor.plan.choices import ANYTHING, BlockRange, Choices, Signal, resolve_choices
 from compressor.plan.frontier import Candidate, grow_plans, weigh_blocks
-from compressor.plan.search import Planner, make_planner, prepare_search
+from compressor.plan.search import Planner, prepare_search
 from compressor.plan.shapes import KINDS, Shape
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import BudgetError, InputError

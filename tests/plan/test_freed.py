@@ -21,8 +21,9 @@ from compressor.measure.profile import measure
 from compressor.models.source import identify
 from compressor.patch.checkpoint import count_parameters
 from compressor.plan import verify
+from compressor.plan.api import make_planner
 from compressor.plan.removal import SizeTarget, search_size
-from compressor.plan.search import Planner, SearchSpace, make_planner, prepare_search
+from compressor.plan.search import Planner, SearchSpace, prepare_search
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import BudgetError
 from compressor.text import Split, Text

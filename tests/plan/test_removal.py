@@ -19,6 +19,7 @@ from compressor.measure.profile import measure
 from compressor.models.blocks import find_blocks
 from compressor.models.source import identify
 from compressor.patch.checkpoint import count_parameters
+from compressor.plan.api import make_planner
 from compressor.plan.frontier import Candidate
 from compressor.plan.removal import (
     SizeSearch,
@@ -28,7 +29,7 @@ from compressor.plan.removal import (
     refuse_too_large,
     search_size,
 )
-from compressor.plan.search import make_planner, prepare_search
+from compressor.plan.search import prepare_search
 from compressor.plan.shapes import Shape
 from compressor.plan.verify import verify_size
 from compressor.runtime.context import RunContext

@@ -24,11 +24,12 @@ from compressor.models.blocks import Block, Rows, backbone, capture_rows, find_b
 from compressor.models.residual import calibration_streams
 from compressor.patch.tree import patched
 from compressor.plan import fit
+from compressor.plan.api import fit_shapes, make_planner
 from compressor.plan.candidates import kept_sets
 from compressor.plan.fit import Fitter
 from compressor.plan.frontier import Candidate, find_largest_plan, grow_plans, list_ranks, lower_hull
 from compressor.plan.moments_store import collect_moments, open_store
-from compressor.plan.search import Planner, fit_shapes, make_planner, prepare_search
+from compressor.plan.search import Planner, prepare_search
 from compressor.plan.shapes import Shape
 from compressor.runtime.cache import Cache
 from compressor.runtime.context import RunContext

@@ -1,0 +1,111 @@
+"""Plans from Python: search for one, fit the shapes of one, put one into a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from compressor.evaluate.budget import Budget, Removal, compute_limits, parse_budgets, parse_divergence
+from compressor.evaluate.perplexity import evaluate
+from compressor.measure.profile import Profile
+from compressor.measure.verdicts import judge_all
+from compressor.modeling_compressor import Replacement
+from compressor.models.blocks import find_blocks
+from compressor.patch.checkpoint import count_parameters
+from compressor.patch.tree import patch
+from compressor.plan.choices import ANYTHING, Choices
+from compressor.plan.fit import Fitter
+from compressor.plan.moments_store import open_store
+from compressor.plan.removal import SizeTarget, refuse_over_selection, refuse_too_large, search_size
+from compressor.plan.search import ROOM, Plan, Planner, SearchSpace, prepare_search
+from compressor.plan.shapes import Shapes
+from compressor.runtime.context import RunContext
+from compressor.runtime.errors import InputError
+from compressor.text import Text
+
+
+def make_planner(
+    space: SearchSpace,
+    profile: Profile,
+    budgets: Mapping[str, Budget],
+    *,
+    max_kl: float | None = None,
+    objective: str = "speed",
+    room: float = 0.0,
+) -> Planner:
+    """A planner for these budgets.
+
+    Its limits follow from the source's perplexity on the verification text; blocks are judged by predictions alone.
+    """
+    runner = space.runner
+    text = runner.text
+    losses = evaluate(runner.model, text.verification.windows, runner.context, step="verify")
+    baselines = {name: losses.part(part).perplexity for name, part in text.parts("verification").items()}
+    limits = compute_limits(budgets, baselines, max_kl)
+    verdicts = judge_all(profile, space.damages, limits.smallest, {})
+    return Planner(space, limits, verdicts, objective=objective, room=room, profile=profile)
+
+
+def plan(
+    model: Any,
+    profile: Profile,
+    text: Text,
+    *,
+    max_dppl: str | float | Mapping[str, str | float] | None = None,
+    max_kl: float | None = None,
+    remove: str | float | None = None,
+    objective: str = "speed",
+    choices: Choices = ANYTHING,
+    context: RunContext | None = None,
+) -> Plan:
+    """Search for the largest plan inside the budget (a rise in perplexity, a divergence from the source, or both), or
+    for the cheapest that removes at least so much (`remove`: 10%, or a number of parameters), of what `choices` allow.
+
+    The model is left as it was; BudgetError when nothing fits.
+    """
+    context, blocks = context or RunContext(), find_blocks(model)
+    choices.refuse_unknown(len(blocks))
+    if max_dppl is None and max_kl is None and remove is None:
+        raise InputError("plan needs max_dppl, max_kl or remove, such as max_dppl=1.0, max_kl=0.02 or remove='10%'")
+    words = [f"{k}={v}" for k, v in max_dppl.items()] if isinstance(max_dppl, Mapping) else [str(max_dppl)]
+    budgets = parse_budgets(None if max_dppl is None else words, text.counts, context.confidence)
+    kl = None if max_kl is None else parse_divergence(max_kl)
+    target = None if remove is None else SizeTarget(Removal.parse(remove), count_parameters(model))
+    if target is not None:
+        refuse_too_large(target, [block for block in blocks if choices.allows_block(block.index)], choices.kinds)
+    space = prepare_search(model, text, context, choices, fidelity=kl is not None)
+    planner = make_planner(space, profile, budgets, max_kl=kl, objective=objective, room=ROOM)
+    return planner.search() if target is None else refuse_over_selection(planner, search_size(planner, target), target)
+
+
+def fit_shapes(
+    model: Any,
+    shapes: Shapes,
+    text: Text,
+    context: RunContext,
+    *,
+    compensated: bool = True,
+    choices: Choices = ANYTHING,
+) -> dict[int, Replacement]:
+    """The replacements that a search with these choices would fit; the model is left as it was."""
+    blocks = find_blocks(model)
+    for index in shapes:
+        if not 0 <= index < len(blocks):
+            raise InputError(f"the plan replaces block {index}, but the model has blocks 0 to {len(blocks) - 1}")
+    store = open_store(model, text, context, choices, shapes)
+    for index, shape in shapes.items():
+        width, neurons = blocks[index].width, store.neurons[index]
+        if shape.rank is not None and shape.rank > width:
+            raise InputError(f"the plan wants rank {shape.rank} in block {index}, whose width is {width}")
+        if shape.neurons > (neurons.count if neurons else 0):
+            known = f"{neurons.count} neurons" if neurons else "no neurons that are known"
+            raise InputError(f"the plan keeps {shape.neurons} neurons in block {index}, which has {known}")
+    fitter = Fitter(store, store.candidates())
+    return fitter.fit_in_order(shapes) if compensated else fitter.fit_at_once(shapes)
+
+
+def apply(model: Any, plan: Plan | Shapes, text: Text, context: RunContext | None = None) -> Any:
+    """Put the replacements of a plan into the model, for good. Given shapes alone, they are fitted first."""
+    fits = plan.fits if isinstance(plan, Plan) else fit_shapes(model, plan, text, context or RunContext())
+    patch(model, find_blocks(model), fits)
+    return model
