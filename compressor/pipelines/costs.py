@@ -18,7 +18,7 @@ from torch import Tensor
 from compressor.evaluate.perplexity import evaluate
 from compressor.evaluate.speed import DECODED, LEAST_PAIRS, PREFILL_TOKENS, time_call
 from compressor.measure.gradients import GRADIENT_TOKENS
-from compressor.measure.moments import ACCUMULATION_DTYPE
+from compressor.measure.moments import ACCUMULATION_DTYPE, add_gram
 from compressor.measure.swap import spread_windows
 from compressor.models.blocks import Block, find_blocks
 from compressor.models.neurons import Neurons
@@ -67,25 +67,25 @@ STEPS = (
         "measure",
         ("measure", "survey"),
         (
-            Work("forward", "calibration", 1, 2),
-            Work("gram", "calibration", 1, 1.3),
-            Work("inverse", "blocks", 16, 24),
+            Work("forward", "calibration", 1, 1.2),
+            Work("gram", "calibration", 1.5, 2.5),
+            Work("inverse", "blocks", 14, 22),
         ),
         kept="statistics",
     ),
     Step("gradients", ("gradients",), (Work("backward", "gradients", 1, 1),), kept="statistics"),
-    Step("agreement", ("agreement", "swap", "together"), (Work("forward", "replaced_alone", 0.55, 0.8),)),
-    Step("search", ("search",), (Work("forward", "selection", 6, 10), Work("inverse", "blocks", 2, 6))),
+    Step("agreement", ("agreement", "swap", "together"), (Work("forward", "replaced_alone", 0.6, 0.9), Work("inverse", "blocks", 1, 3))),
+    Step("search", ("search",), (Work("forward", "selection", 4, 9), Work("inverse", "blocks", 1, 4))),
     Step(
         "compensate",
         ("compensate",),
         (
-            Work("forward", "calibration", 1, 3),
-            Work("gram", "calibration", 1, 2),
-            Work("inverse", "blocks", 4, 10),
+            Work("forward", "calibration", 0.4, 2),
+            Work("gram", "calibration", 0.3, 1.5),
+            Work("inverse", "blocks", 2, 10),
         ),
     ),
-    Step("verify", ("verify",), (Work("forward", "verification", 1, 3),)),
+    Step("verify", ("verify",), (Work("forward", "verification", 1.3, 4),)),
     Step("probes", ("probe", "cross"), (Work("forward", "probed", 2, 6),)),
     Step("tasks", ("source *", "compressed *", "block *"), (Work("forward", "requested", 2, 2.4),)),
     Step("texts", ("source writes", "compressed writes", "compressed agrees"), (Work("decode", "written", 2, 2.3),)),
@@ -234,10 +234,10 @@ def time_algebra(
     """Seconds per token of all blocks' Gram matrices, and of one inverse of each of them."""
     sizes = [count_features(block, neurons[block.index]) for block in blocks]
     features = min(max(sizes), TIMED_FEATURES)
-    rows = torch.randn(TIMED_ROWS, features, generator=torch.Generator().manual_seed(0)).to(device, ACCUMULATION_DTYPE)
-    gram = rows.T @ rows
+    rows = torch.randn(TIMED_ROWS, features, generator=torch.Generator().manual_seed(0)).to(device)
+    gram = (rows.T @ rows).to(ACCUMULATION_DTYPE)
     gram.diagonal().add_(TIMED_ROWS)
-    products = time_calls(lambda: gram.addmm(rows.T, rows), device)
+    products = time_calls(lambda: add_gram(gram.clone(), rows), device)
     inverses = time_calls(lambda: invert(gram, 0.0), device)
     squares, cubes = (sum((size / features) ** power for size in sizes) for power in (2, 3))
     least, most = (squares * seconds / TIMED_ROWS for seconds in products)
