@@ -74,7 +74,11 @@ STEPS = (
         kept="statistics",
     ),
     Step("gradients", ("gradients",), (Work("backward", "gradients", 1, 1),), kept="statistics"),
-    Step("agreement", ("agreement", "swap", "together"), (Work("forward", "replaced_alone", 0.6, 0.9), Work("inverse", "blocks", 1, 3))),
+    Step(
+        "agreement",
+        ("agreement", "swap", "together"),
+        (Work("forward", "replaced_alone", 0.6, 0.9), Work("inverse", "blocks", 1, 3)),
+    ),
     Step("search", ("search",), (Work("forward", "selection", 4, 9), Work("inverse", "blocks", 1, 4))),
     Step(
         "compensate",

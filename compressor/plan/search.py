@@ -49,7 +49,7 @@ WORTH_ENLARGING = 0.02  # of the parameters that a plan saves: what an enlargeme
 MOST_COMPENSATIONS = 3
 MOST_CORRECTIONS = 6  # steps of one search that turn out dearer than predicted, and are believed to be
 WORTH_CORRECTING = 0.1  # of the budget, that such a step must cost beyond its prediction
-USUAL_COMPENSATION = 0.85  # cost of a compensated plan over that of the plain one, until it is measured
+USUAL_COMPENSATION = 0.88  # cost of a compensated plan over that of the plain one, until it is measured
 USUAL_UNITS = 32  # windows or documents of a verification text
 ROOM = 1.96  # standard errors left for the verification's noise; the choice of the largest plan that fits spends some
 
