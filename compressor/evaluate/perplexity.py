@@ -175,6 +175,8 @@ def evaluate(
             blocks = find_blocks(model)
             start = start.copy() if start is not None else open_stream(model, blocks, windows, size)
             start.advance(len(blocks))
+        elif start is not None and start.position == 0:
+            start = None  # there is nothing to skip
         with resume(model, start) if start is not None else nullcontext():
             for number, batch in enumerate(parts):
                 batch = batch.to(device_of(model))

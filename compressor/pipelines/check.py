@@ -72,7 +72,7 @@ def run(directory: Path, options: Mapping[str, Any], gate: Gate, context: RunCon
     recorded = read_record(directory)
     baseline = gate.refuse_mistakes()
     recipe = recipe_of(directory, options, recorded)
-    if recipe.max_dppl is None and gate.baseline is None:
+    if recipe.max_dppl is None and recipe.max_kl is None and gate.baseline is None:
         raise InputError(
             f"{directory} was made for a size ({recorded_size(recorded)}), with no limit on perplexity to check; give "
             "one with --max-dppl 1.0, or compare with --baseline FILE"

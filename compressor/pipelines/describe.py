@@ -119,11 +119,13 @@ def describe_calibration(calibration: Calibration) -> search_parts.Agreement:
             predicted=point.predicted,
             measured=point.measured,
             standard_error=point.error,
+            kl=point.kl,
+            kl_standard_error=point.kl_error,
         )
         for point in calibration.points
     ]
-    correlation = calibration.correlation
-    return search_parts.Agreement(rank_correlation=None if math.isnan(correlation) else correlation, blocks=points)
+    loss, kl = (None if math.isnan(r) else r for r in (calibration.correlation, calibration.kl_correlation))
+    return search_parts.Agreement(rank_correlation=loss, kl_rank_correlation=kl, blocks=points)
 
 
 def describe_speed(speed: Speed) -> parts.Speed:

@@ -215,14 +215,15 @@ def agreement(record: Record) -> Chart | None:
         return None
     rows = []
     for prediction in record.agreement.blocks:
+        cost = prediction.measured if prediction.kl is None else prediction.kl
         note = (
-            f"block {prediction.index}, {prediction.replacement}\npredicted {num(prediction.predicted)}, measured "
+            f"block {prediction.index}, {prediction.replacement}\npredicted {num(prediction.predicted)}, loss "
             f"{num(prediction.measured, '+')} ± {num(prediction.standard_error)} nats per token"
         )
+        if prediction.kl is not None:
+            note += f", KL {num(prediction.kl)} ± {num(prediction.kl_standard_error)}"
         label = str(prediction.index) if len(record.agreement.blocks) <= FEW else ""
-        rows.append(
-            {"x": prediction.predicted, "y": prediction.measured, "note": note, "label": label, "kind": "blocks"}
-        )
+        rows.append({"x": prediction.predicted, "y": cost, "note": note, "label": label, "kind": "blocks"})
     points = clean_rows(rows, "x", "y")
     if not points:
         return None
@@ -234,12 +235,15 @@ def agreement(record: Record) -> Chart | None:
     axis = log_axis(ends)
     x = alt.X("x:Q", title="predicted, nats per token", scale=scale, axis=axis)
     y = alt.Y("y:Q", title="measured, nats per token", scale=scale, axis=axis)
+    by_kl = record.agreement.kl_rank_correlation is not None
+    correlation = record.agreement.kl_rank_correlation if by_kl else record.agreement.rank_correlation
     caption = (
-        f"One replacement in every block alone, on held-out windows. Rank correlation "
-        f"{num(record.agreement.rank_correlation)}. The line is equality; both axes are logarithmic; a hollow mark is "
+        f"One replacement in every block alone, on a few selection windows; measured is "
+        f"{'the KL divergence from the source' if by_kl else 'the rise of the loss'}. Rank correlation "
+        f"{num(correlation)}. The line is equality; both axes are logarithmic; a hollow mark is "
         f"beyond the end of an axis. {measured_on(record)}"
     )
-    description = "measured against predicted rise of the loss, one dot per block"
+    description = "measured against predicted cost, one dot per block"
     return finish(
         "agreement", "Predicted against measured", caption, description, draw_scatter(points, x, y, False, ends)
     )

@@ -9,19 +9,23 @@ from compressor.report.record_parts import PerplexityChange, Removal
 
 
 class Prediction(Part):
-    """One replacement in one block alone: nats per token as predicted and as measured."""
+    """One replacement in one block alone: nats per token as predicted and as measured; `kl` is the divergence from the
+    source, which fewer tokens tell as surely."""
 
     index: int
     replacement: str
     predicted: Figure
     measured: Figure
     standard_error: Figure
+    kl: Figure | None = None
+    kl_standard_error: Figure | None = None
 
 
 class Agreement(Part):
     """Whether predictions hold, over all blocks."""
 
     rank_correlation: Figure | None
+    kl_rank_correlation: Figure | None = None
     blocks: list[Prediction]
 
 

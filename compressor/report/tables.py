@@ -315,8 +315,13 @@ def agreement_lines(record: Record) -> list[str]:
     agreement = record.agreement
     if agreement is None or agreement.rank_correlation is None:
         return []
-    blocks, correlation = len(agreement.blocks), agreement.rank_correlation
-    return [f"predicted against measured Δloss over {blocks} blocks: rank correlation {correlation:.2f}"]
+    blocks, correlation = len(agreement.blocks), f"{agreement.rank_correlation:.2f}"
+    if agreement.kl_rank_correlation is None:
+        return [f"predicted against measured Δloss over {blocks} blocks: rank correlation {correlation}"]
+    return [
+        f"predicted against measured cost over {blocks} blocks: rank correlation {agreement.kl_rank_correlation:.2f} "
+        f"with the KL divergence, {correlation} with Δloss"
+    ]
 
 
 def check_lines(record: Record) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from conftest import Compress, Outcome
 from preloaded import Process, Server
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from compressor.evaluate import evaluator as assessing
@@ -121,7 +122,7 @@ def test_killed_and_started_again(
     process.wait()
     assert not out.exists()
     assert sha256(models / "gpt2") == source
-    kept = {file: file.stat().st_ino for file in cache.glob("*.safetensors")}
+    kept = {file: file.stat().st_ino for file in cache.glob("*.safetensors") if not is_temporary(file)}
     done = compress(*command, "--cache", cache, "--out", out)
     assert done.code == 0, done.err
     assert "warning" not in done.err
@@ -133,14 +134,18 @@ def test_killed_and_started_again(
     load_model(str(out), allow_compressed=True)
 
 
+def is_temporary(file: Path) -> bool:
+    """Whether an entry of the cache is only there until the blocks are surveyed."""
+    with safe_open(file, framework="pt") as entry:
+        return json.loads(entry.metadata()["key"])["kind"] == "gradients"
+
+
 def same_record(first: Path, second: Path) -> bool:
     """Apart from what the clock says."""
     records = [json.loads((folder / "compression.json").read_text(encoding="utf-8")) for folder in (first, second)]
     for record in records:
         for name in ("timings", "speed"):
             del record[name]
-        for name in ("seconds", "whole_evaluation_seconds", "ratio"):
-            del record["swap"][name]
     return bool(records[0] == records[1])
 
 
@@ -179,7 +184,6 @@ def test_a_finished_run_is_not_measured_again(
     for module, part in [
         *((assessing, name) for name in ("evaluate", "score", "continue_greedily", "predict_along")),
         *((trials, name) for name in ("evaluate", "is_slower")),
-        (fitting, "Stream"),
         (fitting, "collect_moments"),
     ]:
         monkeypatch.setattr(module, part, refuse)

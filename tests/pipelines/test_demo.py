@@ -48,7 +48,7 @@ def test_the_main_command(compress: Compress, tmp_path: Path) -> None:
     assert record["parameters"]["removed_fraction"] > 0.15
     assert 0 < record["perplexity"]["delta"] < record["perplexity"]["delta_upper"] <= 1.0
     assert record["perplexity"]["delta_upper"] >= 0.8, "the budget is to be used"
-    assert record["agreement"]["rank_correlation"] > 0.5
+    assert record["agreement"]["kl_rank_correlation"] > 0.5
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.num_parameters() == record["parameters"]["after"] < record["parameters"]["before"]
     checked = compress("check", out, "--json")

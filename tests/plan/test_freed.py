@@ -86,7 +86,7 @@ def test_the_freed_budget_buys_more_of_the_other_blocks(
     evaluator = PlantedTask(text, block)
     source = evaluator.measure(model, "source", identify(model))
     planner = planner_of(job)
-    first = verify.search_text(planner, evaluator, source.losses)
+    first = verify.search_text(planner, evaluator, source)
     assert block in first.plan.shapes
 
     monkeypatch.setattr(verify, "MOST_REFILLS", 0)

@@ -256,9 +256,17 @@ def test_the_deciding_documents_have_the_last_word_on_a_larger_plan(monkeypatch:
 
 @pytest.mark.usefixtures("no_models")
 def test_a_larger_plan_that_the_text_refuses_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "measure_plan", lambda _, __, plan: plan)
-    monkeypatch.setattr(SimulatedTask, "compare_texts", lambda _, __, plan: plan)
-    monkeypatch.setattr(verify, "share_used", lambda _, plan: 1.2 if plan and 7 in plan.shapes else 0.5)
+    looked_at: list[Any] = []
+
+    def measure_plan(_: Any, __: Any, plan: Any, ___: Any) -> Measured:
+        looked_at.append(plan)
+        return Measured(None, {}, None)  # type: ignore[arg-type]
+
+    def measure_shares(*_: Any) -> list[Share]:
+        return [Share(1.2 if looked_at and 7 in looked_at[-1].shapes else 0.5, "perplexity", "", "")]
+
+    monkeypatch.setattr(verify, "measure_plan", measure_plan)
+    monkeypatch.setattr(verify, "measure_shares", measure_shares)
     verified = decide(lose(400, block2=0.25), 0.05, spare=[7])
     assert sorted(verified.plan.shapes) == [0, 1, 3, 4, 5]
     assert (verified.looks, verified.task_looks) == (3, {"task": 2})

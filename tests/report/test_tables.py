@@ -68,8 +68,8 @@ def test_perplexity_without_a_limit_is_only_reported() -> None:
     record = measured(
         texts={"text": text}, budget={"max_dppl": None, "asked": "no limit", "max_kl": 0.02, "confidence": 0.95}
     )
-    assert tables.text_lines(record)[1] == "budget: perplexity has no limit"
-    assert tables.text_row("text", record.texts["text"])[-2:] == ["–", "no budget"]
+    assert tables.text_lines(record)[1] == "no limit on perplexity was asked for (upper end at 95% +0.750)"
+    assert tables.text_row("text", record.texts["text"])[-2:] == ["no limit", "no budget"]
 
 
 @pytest.mark.parametrize(
