@@ -151,7 +151,7 @@ def test_what_has_no_place_on_a_logarithmic_axis_is_hollow_at_its_end() -> None:
     dots = [row for row in shown if "out" in row]
     assert [row["out"] for row in dots] == [False, False, True]
     assert dots[2]["y"] > 0
-    assert "measured −0.001" in dots[2]["note"]
+    assert "loss −0.001" in dots[2]["note"]
     values = profile_values(4)
     values["blocks"][1]["swap"] |= {"delta": -0.2}
     dots = [row for row in rows(charts(Record.model_validate(values))["swap"]) if "out" in row]
