@@ -6,6 +6,7 @@ is written, not even to the cache. What a real run would refuse is refused in th
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from compressor.evaluate.budget import compute_limits
 from compressor.evaluate.evaluator import Evaluator
-from compressor.evaluate.perplexity import evaluate, limit_batch_size
+from compressor.evaluate.perplexity import LARGEST_LOSS, Losses, evaluate, limit_batch_size
 from compressor.evaluate.tasks import count_request_tokens, longest_sequence
 from compressor.measure.profile import moments_device
 from compressor.measure.swap import spread_windows
@@ -36,9 +37,9 @@ from compressor.pipelines.costs import (
     time_forward,
 )
 from compressor.pipelines.describe import describe_budget, describe_source, describe_text
-from compressor.pipelines.job import REPORT_BYTES, Job, open_job, require_room
+from compressor.pipelines.job import REPORT_BYTES, Job, open_job, require_room, size_target
 from compressor.pipelines.recipe import Recipe
-from compressor.plan.estimate import estimate_size, survey_roughly
+from compressor.plan.estimate import estimate_nats, estimate_size, survey_roughly
 from compressor.plan.moments_store import (
     MATRICES_AT_ONCE,
     MomentsStore,
@@ -94,7 +95,12 @@ def run(recipe: Recipe, context: RunContext) -> DryRunRecord:
         source=describe_source(job.model),
         parameters=count_parameters(job.model),
         blocks=describe_blocks(blocks, neurons),
-        budget=describe_budget(evaluator.budgets, compute_limits(evaluator.budgets, baselines, recipe.max_kl).allowed),
+        budget=describe_budget(
+            evaluator.budgets,
+            compute_limits(evaluator.budgets, baselines).allowed,
+            recipe.max_kl,
+            size_target(job.recipe, count_parameters(job.model)),
+        ),
         objective=job.recipe.objective,
         text=describe_text(job.text),
         tasks={task.name: task.documents for task in job.tasks},
@@ -131,13 +137,16 @@ def sample(
     losses = evaluate(model, windows, context)
     baselines = {name: losses.part(part).perplexity for name, part in parts.items()}
     watch = Stopwatch()
-    hulls = survey_roughly(model, blocks, neurons, windows)
+    rough = survey_roughly(model, blocks, neurons, windows)
     backward = share_time(watch.seconds) / windows.numel()
+    hulls = [[c for c in hull if job.choices.allows(c.index, c.shape)] for hull in rough]
     gram, inverse = time_algebra(blocks, neurons, moments_device(model))
     decode = time_decoding(model, evaluator.prompts)
     rates = Rates(forward, (backward, backward), gram, inverse, decode)
     limits = compute_limits(evaluator.budgets, baselines, job.recipe.max_kl)
     removed, parameters = estimate_size(hulls, limits.smallest), count_parameters(model)
+    target = size_target(job.recipe, parameters)
+    nats = None if target is None else estimate_nats(hulls, target.parameters)
     size = SizeEstimate(
         least=removed.least,
         most=removed.most,
@@ -145,8 +154,14 @@ def sample(
         most_fraction=removed.most / parameters,
         tokens=windows.numel(),
         perplexity=losses.perplexity,
+        dppl=None if nats is None else (rise_of(losses, nats[0]), rise_of(losses, nats[1])),
     )
     return size, rates, baselines
+
+
+def rise_of(losses: Losses, nats: float) -> float:
+    """The rise in perplexity when every token costs so many nats more."""
+    return losses.perplexity * math.expm1(min(nats, LARGEST_LOSS))
 
 
 def choose_sample(job: Job, per_token: float) -> tuple[Tensor, dict[str, slice]]:

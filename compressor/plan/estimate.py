@@ -93,6 +93,16 @@ def survey_roughly(
     return hulls
 
 
+def estimate_nats(hulls: list[list[Candidate]], parameters: int) -> tuple[float, float] | None:
+    """The range of nats per token that the removal of so many parameters may cost; None where neurons alone do not
+    free as many."""
+    saved = {(c.index, c.shape): c.saved for hull in hulls for c in hull}
+    for shapes, damage in grow_plans(hulls):
+        if sum(saved[item] for item in shapes.items()) >= parameters:
+            return damage / GAINS[1], damage / GAINS[0]
+    return None
+
+
 def count_removed(hulls: list[list[Candidate]], nats: float) -> int:
     """Parameters that go when so many nats per token are spent where they save most."""
     saved = {(c.index, c.shape): c.saved for hull in hulls for c in hull}

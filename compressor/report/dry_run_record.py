@@ -50,7 +50,8 @@ class Resources(Part):
 
 
 class SizeEstimate(Part):
-    """The parameters that the budget may remove, roughly, from a few tokens."""
+    """The parameters that the budget may remove, roughly, from a few tokens; `dppl` is what removing as many as were
+    asked for may cost in perplexity, least and most."""
 
     least: Count
     most: Count
@@ -58,6 +59,7 @@ class SizeEstimate(Part):
     most_fraction: float
     tokens: Count
     perplexity: float
+    dppl: tuple[float, float] | None = None
 
 
 class DryRunRecord(Part):
@@ -91,23 +93,40 @@ def dry_run_lines(record: DryRunRecord) -> list[str]:
     where = f" into {record.out}" if record.out else ""
     statistics = f"statistics {format_bytes(resources.statistics)} in {resources.cache}" if resources.statistics else ""
     statistics = statistics or f"statistics as they are in {resources.cache}"
-    shares = [percent(share) for share in (size.least_fraction, size.most_fraction)]
     return [
         f"would compress {record.source.model} ({num(record.parameters / 1e6, form='.1f')} M parameters, "
-        f"{'; '.join(map(block_words, record.blocks))}){where}, for at most {budget_words(record.budget)}",
+        f"{'; '.join(map(block_words, record.blocks))}){where}, {budget_words(record.budget)}",
         f"text: {tokens} tokens{names} in windows of {text.seq_len}{tasks}",
         f"time: about {duration(record.seconds.expected)} on this machine ({duration(record.seconds.least)} to "
         f"{duration(record.seconds.most)}): {step_words(record.steps)}",
         f"memory: about {format_bytes(resources.memory)} ({format_bytes(resources.memory_available)} can be had)",
         f"disk: {statistics} ({format_bytes(resources.cache_free)} free), the result {format_bytes(resources.result)}",
-        f"size: between about {shares[0]} and {shares[1]} of the parameters may go ({size.least:,} to {size.most:,}; "
-        f"rough: from {size.tokens:,} tokens)",
+        size_words(size, record.budget),
         "nothing was written",
     ]
 
 
 def budget_words(budget: Budget) -> str:
-    return f"+{budget.asked} of perplexity"
+    """What was asked for."""
+    asked = [] if budget.max_dppl is None else [f"for at most +{budget.asked} of perplexity"]
+    asked += [] if budget.max_kl is None else [f"for at most {budget.max_kl:g} nats per token of KL from the source"]
+    asked += [] if budget.remove is None else [f"by at least {budget.remove.parameters:,} parameters"]
+    return " and ".join(asked)
+
+
+def size_words(size: SizeEstimate, budget: Budget) -> str:
+    """How small it may get or, where that was asked for, what it may cost."""
+    rough = f"rough: from {size.tokens:,} tokens"
+    if size.dppl is not None:
+        low, high = size.dppl
+        return f"cost: perplexity may rise by about {low:.2g} to {high:.2g} from {size.perplexity:.1f} ({rough})"
+    if budget.remove is not None or size.most == 0:
+        return "size: not estimated, because only the removal of neurons is, and these may not go or are too few"
+    shares = [percent(share) for share in (size.least_fraction, size.most_fraction)]
+    return (
+        f"size: between about {shares[0]} and {shares[1]} of the parameters may go ({size.least:,} to {size.most:,}; "
+        f"{rough})"
+    )
 
 
 def block_words(blocks: BlockSizes) -> str:

@@ -158,6 +158,21 @@ def test_the_table_has_every_step_of_a_real_run(compressed: Path, profiled: Path
     assert unknown == set()
 
 
+def test_a_size_is_answered_with_its_cost(compress: Compress, models: Path, options: list[str]) -> None:
+    def run(*asked: str) -> str:
+        done = compress(models / "gpt2", *options, *asked, "--dry-run")
+        assert done.code == 0, done.err
+        return done.out
+
+    small, large = (json.loads(run("--remove", size, "--json"))["size"]["dppl"] for size in ("2%", "20%"))
+    assert 0 <= small[0] < small[1]
+    assert large[1] > small[1]
+    assert "cost: perplexity may rise by about" in run("--remove", "5%")
+    assert "by at least" in run("--remove", "5%")
+    assert "size: not estimated" in run(*BUDGET, "--kinds", "linear")
+    assert "0.02 nats per token of KL" in run("--max-kl", "0.02")
+
+
 def test_names_of_tasks_belong_to_the_step_of_tasks() -> None:
     assert step_of("source") == "source"
     assert step_of("source piqa") == step_of("block 3 back piqa") == "tasks"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,18 @@ def test_nothing_against_nothing_says_nothing() -> None:
     factors = Calibration([*usual, point(4, 0.0, 0.0, 0.0), point(5, 0.0, 1e-9, 1e-9)]).factors()
     assert all(math.isfinite(factor) and factor > 0 for factor in factors.values())
     assert factors[3] == pytest.approx(2.0, rel=0.1)
+
+
+def test_divergence_tells_of_its_block_what_a_noisy_loss_cannot() -> None:
+    """The loss of every block is known to within itself only; KL says that block 4 costs three times its prediction."""
+    usual = [replace(point(k, 0.01, 0.005, 0.005), kl=0.01, kl_error=0.0003) for k in range(8)]
+    wild = [*usual[:4], replace(usual[4], kl=0.03, kl_error=0.001), *usual[5:]]
+    factors = Calibration(wild).factors([*range(8), 9])
+    assert factors[4] == pytest.approx(3 * factors[2], rel=0.3)
+    assert 0.3 < factors[2] < 0.8, "the loss rises by about half of the divergence"
+    assert factors[9] == pytest.approx(factors[7], rel=0.2)
+    alone = [replace(p, kl=math.nan) for p in wild]
+    assert Calibration(alone).factors()[4] == pytest.approx(Calibration(alone).factors()[2], rel=0.1)
 
 
 def of_block(index: int, *damages: float) -> BlockCandidates:

@@ -231,6 +231,18 @@ def test_a_larger_budget_saves_at_least_as_much() -> None:
     assert saved[-1] > saved[0]
 
 
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_trial_that_begins_at_its_first_block_gives_the_whole_losses(first: int) -> None:
+    model = sure_llama()
+    runner = prepare_search(model, TEXT, RunContext()).runner
+    shapes = {index: Shape(0, 20) for index in range(first, 3)}
+    found = runner.measure(shapes, False)[0]
+    assert runner.start is not None
+    assert runner.start.position == first
+    with patched(model, runner.blocks, runner.fit_modules(shapes, False)):
+        assert torch.equal(found.nats, evaluate(model, TEXT.selection.windows).nats)
+
+
 def sure_llama() -> Any:
     """A tiny model that is sure of what it says, so that every block matters."""
     model = tiny_model("llama")
