@@ -59,7 +59,7 @@ class Bench:
     def planner(self, space: SearchSpace, order: str, budget: Budget, *, guarded: bool) -> Planner:
         """A planner that orders blocks by one signal, within a budget on the selection text."""
         text = self.job.text
-        losses = space.runner.measure({}, False)
+        losses = space.runner.measure_source()
         baselines = {name: losses.part(part).perplexity for name, part in text.parts("selection").items()}
         limits = compute_limits(dict.fromkeys(baselines, budget), baselines)
         verdicts = dict.fromkeys(space.candidates, Verdict("unsafe" if guarded else "safe", ""))

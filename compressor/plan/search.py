@@ -47,6 +47,7 @@ from compressor.text import Text
 MOST_ENLARGEMENTS = 3
 WORTH_ENLARGING = 0.02  # of the parameters that a plan saves: what an enlargement must add to be tried
 MOST_COMPENSATIONS = 3
+WELL_COMPENSATED = 0.85  # of the budget: after a compensated plan that uses this much, no larger one is compensated
 MOST_CORRECTIONS = 6  # steps of one search that turn out dearer than predicted, and are believed to be
 WORTH_CORRECTING = 0.1  # of the budget, that such a step must cost beyond its prediction
 USUAL_COMPENSATION = 0.88  # cost of a compensated plan over that of the plain one, until it is measured
@@ -234,7 +235,7 @@ class Planner:
                 break
             plain_used, used = (self.budget_share(trial, budget_factor) for trial in pair)
             compensation = min(max(used / plain_used, 0.5), 1.0) if plain_used > 0 else self.compensation
-            done = CLOSE_ENOUGH <= used <= 1 or abs(compensation - self.compensation) < 0.01
+            done = WELL_COMPENSATED <= used <= 1 or abs(compensation - self.compensation) < 0.01
             self.compensation = compensation
             if done:
                 break
