@@ -159,7 +159,7 @@ def main() -> None:
     options = parser.parse_args()
     bench = open_bench(options)
     text = bench.job.text
-    losses = bench.anything.runner.measure({}, False)
+    losses = bench.anything.runner.measure_source()
     print(
         f"{options.model}: {count_parameters(bench.job.model):,} parameters; selection text of "
         f"{text.selection.tokens:,} tokens in windows of {text.seq_len}, perplexity {losses.perplexity:.3f}\n"
