@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -95,7 +96,6 @@ def acquire(file: Path, target: Path, warn: Callable[[str], None]) -> int:
 def owned_directory(parent: Path, prefix: str) -> Iterator[Path]:
     """A temporary directory that `remove_abandoned` in another process leaves alone while the context is open."""
     folder, handle = make_owned(parent, prefix)
-    WRITTEN.unfinished.add(folder)
     try:
         yield folder
     finally:
@@ -114,14 +114,20 @@ def scratch_directory(owner: object, parent: Path | None = None) -> Path:
 
 
 def make_owned(parent: Path, prefix: str) -> tuple[Path, int]:
-    """A new directory, and the descriptor of the locked file in it."""
+    """A new directory, and the descriptor of the locked file in it. An interrupt at any moment leaves nothing: the name
+    is noted before the directory is made."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        folder = parent / f"{prefix}{uuid.uuid4().hex[:12]}"
         file = folder / OWNER_LOCK
+        WRITTEN.unfinished.add(folder)
         try:
+            folder.mkdir(mode=0o700)
             handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-        except FileNotFoundError:  # removed as abandoned before it was locked
-            continue
+        except OSError as error:
+            WRITTEN.unfinished.discard(folder)
+            if isinstance(error, FileNotFoundError) and parent.is_dir():
+                continue  # removed as abandoned before it was locked
+            raise
         try:
             lock_descriptor(handle)
         except OSError:
