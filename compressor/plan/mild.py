@@ -9,13 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from torch import Tensor
-
 from compressor.evaluate.budget import Limits
-from compressor.evaluate.perplexity import PerplexityChange
 from compressor.measure.verdicts import EXPECTED_FACTOR
 from compressor.plan.block_trials import BlockTrial
-from compressor.plan.calibration import NEGLIGIBLE
+from compressor.plan.calibration import NEGLIGIBLE, standard_error
 from compressor.plan.candidates import BlockCandidates
 from compressor.plan.frontier import Candidate
 from compressor.plan.trials import TrialRunner
@@ -52,17 +49,8 @@ def find_mild_candidates(of_block: BlockCandidates, runner: TrialRunner, limits:
 def confirmed_cost(trial: BlockTrial, predicted: float) -> float:
     """Nats per token to reckon with: the measured divergence, with its standard error. Infinite where the trial
     contradicts the prediction by more than its noise."""
-    nats, error = trial.divergences.mean().item(), finite_error(trial.divergences)
+    nats, error = trial.divergences.mean().item(), standard_error(trial.divergences)
+    error = error if math.isfinite(error) else 0.0  # one window tells nothing of it
     if not nats - CERTAIN * error <= EXPECTED_FACTOR * predicted + NEGLIGIBLE:
         return math.inf
     return max(nats + error, predicted)
-
-
-def finite_error(values: Tensor) -> float:
-    """The standard error of a mean. One value tells nothing of it: then it is 0."""
-    return (values.std() / len(values) ** 0.5).item() if len(values) > 1 else 0.0
-
-
-def standard_error(change: PerplexityChange) -> float:
-    """Of the change, in nats per token. One window tells nothing of it: then it is 0."""
-    return change.error / change.compressed if math.isfinite(change.error) else 0.0

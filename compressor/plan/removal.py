@@ -20,11 +20,10 @@ from compressor.plan.frontier import (
     lower_hull,
 )
 from compressor.plan.search import WORTH_CORRECTING, Plan, Planner
-from compressor.plan.shapes import Shape, list_shapes
+from compressor.plan.shapes import KINDS, Shape, list_shapes
 from compressor.plan.trials import Trial
 from compressor.runtime.errors import BudgetError, InputError
 
-KINDS = ("linear", "lowrank", "pruned", "hybrid", "bias")
 GRID = 20_000  # steps into which the parameters to be removed are divided, to find the cheapest combination
 MOST_DEAR_BLOCKS = 2  # that one search finds and believes, by a few trials each
 SPREAD = 1.5  # power of the predicted damages by which a plan's neighbour is chosen: it spreads them over more blocks

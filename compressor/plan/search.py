@@ -35,10 +35,10 @@ from compressor.plan.frontier import (
     predicted_rise,
     weigh_blocks,
 )
-from compressor.plan.mild import find_mild_candidates, standard_error
+from compressor.plan.mild import find_mild_candidates
 from compressor.plan.moments_store import MomentsStore, open_store
 from compressor.plan.shapes import Shape, Shapes, list_shapes
-from compressor.plan.shares import largest_share, list_shares, relative_error
+from compressor.plan.shares import largest_share, list_shares, relative_error, rise_error
 from compressor.plan.trials import Trial, TrialRunner
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import BudgetError
@@ -199,7 +199,7 @@ class Planner:
         for name, change in trial.changes.items():
             if self.limits.budgets[name].limited or self.limits.kl is None:
                 nats = math.log1p(change.delta / change.baseline)
-                nats += self.expected_width(change.units) * standard_error(change)
+                nats += self.expected_width(change.units) * rise_error(change)
                 shares.append(nats / (self.limits.nats[name] * budget_factor))
         for divergence in trial.fidelity.values():
             kl = divergence.kl * math.exp(min(self.expected_width(divergence.units) * relative_error(divergence), 50.0))
@@ -333,7 +333,7 @@ class Planner:
         for name, change in trial.changes.items():
             if self.limits.budgets[name].limited or self.limits.kl is None:
                 nats, scale = math.log1p(change.delta / change.baseline), self.limits.smallest / self.limits.nats[name]
-                costs.append(Cost(scale * nats, scale * (nats - standard_error(change))))
+                costs.append(Cost(scale * nats, scale * (nats - rise_error(change))))
         for divergence in trial.fidelity.values():
             scale = self.limits.smallest / self.limits.largest_kl
             costs.append(Cost(scale * divergence.kl, scale * (divergence.kl - divergence.kl_error)))

@@ -55,6 +55,11 @@ def largest_share(shares: list[Share]) -> Share:
     return max(shares, key=lambda share: share.used)
 
 
+def rise_error(change: PerplexityChange) -> float:
+    """The standard error of a rise, in nats per token. One window tells nothing of it: then it is 0."""
+    return change.error / change.compressed if math.isfinite(change.error) else 0.0
+
+
 def relative_error(found: FidelityChange) -> float:
     """The standard error of the divergence, as a share of it. One window tells nothing of it: then it is 0."""
     return found.kl_error / found.kl if found.kl > 0 and math.isfinite(found.kl_error) else 0.0
