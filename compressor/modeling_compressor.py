@@ -1,4 +1,4 @@
-"""Loads a checkpoint whose feed-forward blocks were replaced; copied into every such checkpoint.
+"""Loads a checkpoint whose feed-forward blocks or attention were replaced; copied into every such checkpoint.
 
 It imports nothing but torch and transformers, so it also works where the package that wrote the checkpoint is not
 installed. config.json names the replaced modules in `quantization_config`. Importing this file teaches transformers
@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 METHOD = "compressor"
 SCHEMA_VERSION = 2  # 1: a replacement's weights were bare parameters; since 2 they are those of nn.Linear modules
-SPEC_KEYS = {"kind", "rank", "neurons", "width", "residual_inside", "bypass", "activation", "gated", "inner_bias"}
-FIRST_SPECS = {"activation": None, "gated": False, "inner_bias": False}  # of checkpoints from before kept neurons
+# What later versions added to the spec of a replacement, and what it was before.
+FIRST_SPECS = {"activation": None, "gated": False, "inner_bias": False, "returns": 0, "biased": True}
+SPEC_KEYS = {"kind", "rank", "neurons", "width", "residual_inside", "bypass", *FIRST_SPECS}
+HEADS_KEYS = {"kind", "rank", "heads", "width", "residual_inside", "bypass", "inputs", "output", "counts", "per_head"}
 FILE_NAME = "modeling_compressor.py"
 AUTO_MAP = {
     "AutoConfig": "modeling_compressor.CompressedConfig",
@@ -45,12 +47,15 @@ WEIGHTS_NOTE = (
 
 
 class Replacement(nn.Module):
-    """What stands in for a feed-forward block: y = bias + up(down x) + outer·act(inner x) of the kept neurons.
+    """What stands in for a block: y = bias + up(down x) + outer·act(inner x) of the kept neurons.
 
     A `rank` of None is one dense matrix, `linear`, instead of up and down; a rank of 0 has neither. Without neurons the
     last part is absent; gated neurons are act(gate x) · (inner x). Every matrix is an nn.Linear, so that adapters and
     quantisers find it. The bias is that of the first part: outer, else linear or up; a block that is only a bias has it
     as a parameter of its own. All parameters begin at zero.
+
+    Attention without heads is the same without neurons: it `returns` a tuple of so many values, the output first, and
+    its linear map is `biased` only where the original output projection was.
     """
 
     is_compressor_replacement = True  # a checkpoint's copy of this file has a Replacement class of its own
@@ -65,6 +70,8 @@ class Replacement(nn.Module):
         activation: str | None = None,
         gated: bool = False,
         inner_bias: bool = False,
+        returns: int = 0,
+        biased: bool = True,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -77,16 +84,11 @@ class Replacement(nn.Module):
         self.rank = rank
         self.residual_inside = residual_inside  # the block is called as ffn(x, residual) and adds the residual itself
         self.neurons, self.activation, self.gated, self.has_inner_bias = neurons, activation, gated, inner_bias
+        self.returns, self.biased = returns, biased or neurons > 0 or rank == 0
         self.bypass: tuple[str, ...] = ()  # modules that become identities because this one does their work
         self.guard = ""  # the stock weight that is gone: see `save_pretrained`
 
-        def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
-            with torch.device("meta"):  # no random numbers are drawn
-                module = nn.Linear(inputs, outputs, bias=bias)
-            for name, parameter in list(module.named_parameters()):
-                setattr(module, name, nn.Parameter(torch.zeros(parameter.shape, dtype=dtype, device=device)))
-            return module
-
+        linear = functools.partial(zero_linear, dtype=dtype, device=device)
         if activation is not None:
             self.act = ACT2FN[activation]
             self.inner = linear(width, neurons, inner_bias)
@@ -94,14 +96,14 @@ class Replacement(nn.Module):
                 self.gate = linear(width, neurons, inner_bias)
             self.outer = linear(neurons, width, True)
         if rank is None:
-            self.linear = linear(width, width, not neurons)
+            self.linear = linear(width, width, biased and not neurons)
         elif rank > 0:
             self.down = linear(width, rank, False)
-            self.up = linear(rank, width, not neurons)
+            self.up = linear(rank, width, biased and not neurons)
         elif not neurons:
             self.bias = nn.Parameter(torch.zeros(width, dtype=dtype, device=device))
 
-    def forward(self, hidden_states: Tensor, residual: Tensor | None = None, **_: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None, *_: Any, **__: Any) -> Any:
         if self.kind == "bias":
             output = self.bias.expand(hidden_states.shape).clone()  # a copy: Falcon adds to the output in place
         elif self.neurons:
@@ -110,7 +112,9 @@ class Replacement(nn.Module):
                 output = output + self.map_linearly(hidden_states)
         else:
             output = self.map_linearly(hidden_states)
-        return output + residual if self.residual_inside and residual is not None else output
+        if self.residual_inside and residual is not None:
+            output = output + residual
+        return (output, *[None] * (self.returns - 1)) if self.returns else output
 
     def map_linearly(self, hidden_states: Tensor) -> Tensor:
         """The dense matrix, or the product of two."""
@@ -123,14 +127,14 @@ class Replacement(nn.Module):
 
     @property
     def bias_name(self) -> str:
-        """The name of the parameter that is added to the output."""
+        """The name of the parameter that is added to the output, where there is one."""
         if self.neurons:
             return "outer.bias"
         return "linear.bias" if self.rank is None else "up.bias" if self.rank > 0 else "bias"
 
     @property
     def output_bias(self) -> nn.Parameter:
-        """What is added to the output."""
+        """What is added to the output, where the replacement is biased."""
         return self.get_parameter(self.bias_name)
 
     def first_names(self) -> dict[str, str]:
@@ -148,7 +152,7 @@ class Replacement(nn.Module):
 
     def spec(self) -> dict[str, Any]:
         """This replacement without its weights, as config.json keeps it."""
-        names = ("kind", "rank", "neurons", "width", "residual_inside", "activation", "gated")
+        names = ("kind", "rank", "neurons", "width", "residual_inside", "activation", "gated", "returns", "biased")
         found = {name: getattr(self, name) for name in names}
         return {**found, "inner_bias": self.has_inner_bias, "bypass": list(self.bypass)}
 
@@ -156,15 +160,154 @@ class Replacement(nn.Module):
         return f"{self.kind}, width={self.width}, rank={self.rank}, neurons={self.neurons}"
 
 
-def build(spec: Mapping[str, Any], **placement: Any) -> Replacement:
-    """An empty replacement of this spec, or a ValueError for a spec that this version does not know."""
-    spec = {**FIRST_SPECS, **spec}
-    odd = ", ".join(sorted(set(spec) ^ SPEC_KEYS))
+class KeptHeads(nn.Module):
+    """Attention with some of its heads: the stock module with narrower projections, and up(down x) beside it.
+
+    Heads go in units: a key-value head with all of its query heads. `heads` are the numbers of the units that are kept.
+    `inputs` are the stock module's projections of x with the outputs that they have left, `output` its output
+    projection with the inputs that are left; `counts` are attributes of the stock module (or of its config, as
+    "config.NAME") that say how many heads there are, and `per_head` the argument, if any, that has a part for each
+    query head, such as ALiBi's slopes, as its name, its position and the number of heads that the model has (`heads`
+    are query heads then). The output projection always has a bias. A `rank` of 0 has no up and down.
+    """
+
+    is_compressor_replacement = True
+
+    def __init__(
+        self,
+        attention: Any,
+        width: int,
+        rank: int,
+        heads: Sequence[int],
+        inputs: Mapping[str, int],
+        output: tuple[str, int],
+        counts: Mapping[str, int],
+        residual_inside: bool = False,
+        per_head: Sequence[Any] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0 <= rank < width or not heads:
+            raise ValueError(f"kept heads have at least one head and a rank below {width}, got {len(heads)} and {rank}")
+        self.width, self.rank, self.residual_inside = width, rank, residual_inside
+        self.heads, self.inputs, self.output = list(heads), dict(inputs), (output[0], int(output[1]))
+        self.counts, self.per_head = dict(counts), per_head and list(per_head)
+        self.bypass: tuple[str, ...] = ()
+        self.guard = ""
+        self.attention = narrow(attention, self.inputs, self.output, self.counts, dtype=dtype, device=device)
+        if rank > 0:
+            self.down = zero_linear(width, rank, False, dtype=dtype, device=device)
+            self.up = zero_linear(rank, width, False, dtype=dtype, device=device)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.per_head is not None:
+            args, kwargs = self.select_heads(args, kwargs)
+        output = self.attention(*args, **kwargs)
+        if self.rank == 0:
+            return output
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        beside = self.up(self.down(hidden_states))
+        return (output[0] + beside, *output[1:]) if isinstance(output, (tuple, list)) else output + beside
+
+    def select_heads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with only the kept heads' parts of the one that has a part for each head."""
+        name, position, total = self.per_head  # type: ignore[misc]
+        values = kwargs[name] if name in kwargs else args[position] if len(args) > position else None
+        if values is None:
+            return args, kwargs
+        values = values.reshape(-1, total, *values.shape[1:])[:, self.heads].flatten(0, 1)
+        if name in kwargs:
+            return args, {**kwargs, name: values}
+        return (*args[:position], values, *args[position + 1 :]), kwargs
+
+    @property
+    def kind(self) -> str:
+        return "hybrid" if self.rank else "pruned"
+
+    @property
+    def output_projection(self) -> Any:
+        return self.attention.get_submodule(self.output[0])
+
+    @property
+    def output_bias(self) -> nn.Parameter:
+        return self.output_projection.bias  # type: ignore[no-any-return]
+
+    def spec(self) -> dict[str, Any]:
+        """This replacement without its weights, as config.json keeps it."""
+        names = ("kind", "rank", "heads", "width", "residual_inside", "inputs", "counts")
+        listed = {"output": list(self.output), "per_head": self.per_head, "bypass": list(self.bypass)}
+        return {name: getattr(self, name) for name in names} | listed
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, width={self.width}, rank={self.rank}, heads={self.heads}"
+
+
+def zero_linear(
+    inputs: int,
+    outputs: int,
+    bias: bool,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> nn.Linear:
+    """A linear layer whose parameters are zero; no random numbers are drawn."""
+    with torch.device("meta"):
+        module = nn.Linear(inputs, outputs, bias=bias)
+    for name, parameter in list(module.named_parameters()):
+        setattr(module, name, nn.Parameter(torch.zeros(parameter.shape, dtype=dtype, device=device)))
+    return module
+
+
+def narrow(
+    stock: Any, inputs: Mapping[str, int], output: tuple[str, int], counts: Mapping[str, int], **placement: Any
+) -> Any:
+    """A copy of a stock attention module whose projections have fewer heads, all zeros; the stock one stays as it is.
+
+    A config whose counts change is copied too.
+    """
+    module = copy.copy(stock)
+    for name, value in stock.__dict__.items():
+        if isinstance(value, dict):  # of parameters, buffers, modules and hooks
+            module.__dict__[name] = copy.copy(value)
+    projections = {name: (None, rows) for name, rows in inputs.items()} | {output[0]: (output[1], None)}
+    for name, child in list(stock.named_children()):
+        if name not in projections:
+            setattr(module, name, copy.deepcopy(child))
+    for name, (columns, rows) in projections.items():
+        weight = getattr(stock, name).weight
+        outputs, features = weight.shape if isinstance(getattr(stock, name), nn.Linear) else weight.T.shape
+        biased = getattr(stock, name).bias is not None or name == output[0]
+        setattr(module, name, zero_linear(columns or features, rows or outputs, biased, **placement))
+    for name, count in counts.items():
+        place, _, attribute = name.rpartition(".")
+        if place:
+            module.config = copy.copy(module.config)
+        owner = module.config if place else module
+        if not isinstance(getattr(owner, attribute, None), int):
+            raise ValueError(f"{type(stock).__name__} has no count of heads that is called {name}")
+        setattr(owner, attribute, int(count))
+    return module
+
+
+def build(spec: Mapping[str, Any], stock: nn.Module | None = None, **placement: Any) -> Any:
+    """An empty replacement of this spec, or a ValueError for a spec that this version does not know.
+
+    Kept heads are made of the `stock` attention that they take the place of.
+    """
+    with_heads = "heads" in spec
+    spec = dict(spec) if with_heads else {**FIRST_SPECS, **spec}
+    odd = ", ".join(sorted(set(spec) ^ (HEADS_KEYS if with_heads else SPEC_KEYS)))
     if odd:
         raise ValueError(f"a replacement has missing or unknown keys: {odd}; install the compressor that wrote it")
+    if with_heads:
+        given = {key: spec[key] for key in HEADS_KEYS - {"kind", "bypass"}}
+        heads = KeptHeads(stock, **given, **placement)
+        if heads.spec() != spec:
+            raise ValueError(f"a replacement of this kind is not known: {spec}; install the compressor that wrote it")
+        return heads
     if spec["activation"] not in (None, *ACT2FN):
         raise ValueError(f"a replacement has the activation {spec['activation']!r}, which this transformers has not")
-    given = {key: spec[key] for key in ("neurons", "activation", "gated", "inner_bias")}
+    given = {key: spec[key] for key in ("neurons", "activation", "gated", "inner_bias", "returns", "biased")}
     module = Replacement(spec["width"], spec["rank"], spec["residual_inside"], **given, **placement)
     module.bypass = tuple(spec["bypass"])
     if module.spec() != spec:
@@ -216,7 +359,7 @@ def put_replacements(model: Any, table: Mapping[str, Mapping[str, Any]]) -> dict
     for stored_path, spec in table.items():
         path = locate(model, stored_path)
         like = next(model.get_submodule(path).parameters(), torch.empty(0))
-        module = build(spec, dtype=like.dtype, device=like.device)
+        module = build(spec, model.get_submodule(path), dtype=like.dtype, device=like.device)
         module.bypass = tuple(locate(model, place) for place in module.bypass)
         modules[path] = module
     swap(model, modules)
@@ -255,8 +398,9 @@ def save_pretrained(
         shutil.copyfile(__file__, directory / FILE_NAME)
     state_dict = dict(model.state_dict() if state_dict is None else state_dict)
     path, module = next(iter(replacements(model).items()))
-    if f"{path}.{module.bias_name}" in state_dict:  # not when only adapters are saved, or another process saves
-        state_dict[module.guard] = torch.zeros(0, dtype=state_dict[f"{path}.{module.bias_name}"].dtype)
+    first = f"{path}.{next(module.named_parameters())[0]}"
+    if first in state_dict:  # not when only adapters are saved, or another process saves
+        state_dict[module.guard] = torch.zeros(0, dtype=state_dict[first].dtype)
     config = model.config
     model.config = copy.deepcopy(config)
     model.config.quantization_config = CompressorConfig(replacements=specs(model))

@@ -1,10 +1,12 @@
-"""Where the feed-forward blocks of a causal language model are, and what flows through them.
+"""Where the residual branches of a causal language model are, and what flows through them.
 
-A block is the feed-forward network (FFN) of one decoder layer. A row is the vector of one token: a block maps rows of
-`width` numbers to rows of the same width, which its layer adds to the residual stream.
+A decoder layer adds two branches to the residual stream: its attention and its feed-forward network (FFN). A `Block` is
+one branch. A row is the vector of one token: a block maps rows of `width` numbers to rows of the same width; attention
+also looks at the tokens before.
 
-ARCHITECTURES says for each family where its decoder layers are and what its FFN is called. For a family that is not in
-the table, the usual names are tried; if none fits, the model is refused with an error that names the family.
+ARCHITECTURES says for each family where its decoder layers are and what its FFN and its attention are called. For a
+family that is not in the table, the usual names are tried; if no FFN fits, the model is refused with an error that
+names the family.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import total_ordering
 from typing import Any
 
 import torch
@@ -22,34 +25,36 @@ from compressor.models.offload import device_of, fetch_weights
 from compressor.runtime.errors import InputError
 
 FFN_NAMES = ("mlp", "ffn", "feed_forward")
+ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 SPLIT_FFN = ("fc1", "activation_fn", "fc2")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Where a family keeps its decoder layers (`layers`) and, in each, its FFN (`ffn`).
+    """Where a family keeps its decoder layers (`layers`) and, in each, its FFN (`ffn`) and its `attention`.
 
     An `ffn` of "fc1" means that there is no FFN module: fc1, activation_fn and fc2 are members of the layer itself.
     """
 
     layers: str
     ffn: str = "mlp"
+    attention: str = "self_attn"
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "bloom": Architecture("transformer.h"),
-    "falcon": Architecture("transformer.h"),
+    "bloom": Architecture("transformer.h", attention="self_attention"),
+    "falcon": Architecture("transformer.h", attention="self_attention"),
     "gemma2": Architecture("model.layers"),
     "gemma3_text": Architecture("model.layers"),
     "glm4": Architecture("model.layers"),
-    "gpt2": Architecture("transformer.h"),
-    "gpt_neo": Architecture("transformer.h"),
-    "gpt_neox": Architecture("gpt_neox.layers"),
-    "gptj": Architecture("transformer.h"),
+    "gpt2": Architecture("transformer.h", attention="attn"),
+    "gpt_neo": Architecture("transformer.h", attention="attn.attention"),
+    "gpt_neox": Architecture("gpt_neox.layers", attention="attention"),
+    "gptj": Architecture("transformer.h", attention="attn"),
     "granite": Architecture("model.layers"),
     "llama": Architecture("model.layers"),
     "mistral": Architecture("model.layers"),
-    "mpt": Architecture("transformer.blocks", "ffn"),
+    "mpt": Architecture("transformer.blocks", "ffn", "attn"),
     "olmo2": Architecture("model.layers"),
     "opt": Architecture("model.decoder.layers", "fc1"),
     "phi": Architecture("model.layers"),
@@ -62,22 +67,58 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
+@total_ordering
+@dataclass(frozen=True)
+class AttentionOf:
+    """The name of a layer's attention among the branches; an FFN is named by the number of its layer alone.
+
+    In order, attention comes before the FFN of its layer: AttentionOf(7) lies between 6 and 7.
+    """
+
+    layer: int
+
+    def __lt__(self, other: int | AttentionOf) -> bool:
+        if isinstance(other, AttentionOf):
+            return self.layer < other.layer
+        return self.layer <= other if isinstance(other, int) else NotImplemented
+
+    def __str__(self) -> str:
+        return f"{self.layer}.attention"
+
+
+BranchIndex = int | AttentionOf
+
+
+def layer_of(index: BranchIndex) -> int:
+    """The number of the layer that a branch belongs to."""
+    return index.layer if isinstance(index, AttentionOf) else index
+
+
 @dataclass(frozen=True)
 class Block:
-    """One FFN: the `path` of the module that is replaced, and the `layer_path` of the decoder layer around it."""
+    """One branch: the `path` of the module that is replaced, and the `layer_path` of the decoder layer around it."""
 
-    index: int
+    index: BranchIndex
     path: str
     layer_path: str
-    residual_inside: bool  # the FFN is called as ffn(x, residual) and adds the residual itself
+    residual_inside: bool  # the branch is called as ffn(x, residual) and adds the residual itself
     bypass: tuple[str, ...]  # modules that become identities when the block is replaced (activation_fn and fc2)
     width: int
     parameters: int
 
+    @property
+    def layer(self) -> int:
+        """The number of its decoder layer."""
+        return layer_of(self.index)
+
+    @property
+    def is_attention(self) -> bool:
+        return isinstance(self.index, AttentionOf)
+
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one forward pass at one block: FFN input x, FFN output y, residual stream h after the layer.
+    """The rows of one forward pass at one block: its input x, its output y, the residual stream h after the layer.
 
     `a` is the input of the module that `capture_rows` was asked to capture inside the block; without one it is y.
     """
@@ -129,6 +170,35 @@ def describe_block(model: nn.Module, index: int, layer_path: str, ffn: str, widt
         width=width,
         parameters=parameters,
     )
+
+
+def find_attention(model: nn.Module) -> list[Block]:
+    """The attention of every layer in order of depth; layers without one that can be replaced are left out."""
+    family = model.config.get_text_config().model_type  # type: ignore[union-attr,operator]
+    known = (ARCHITECTURES[family].attention,) if family in ARCHITECTURES else ()
+    found = (describe_attention(model, ffn, (*known, *ATTENTION_NAMES)) for ffn in find_blocks(model))
+    return [block for block in found if block is not None]
+
+
+def describe_attention(model: nn.Module, ffn: Block, names: tuple[str, ...]) -> Block | None:
+    """The attention in the layer of this FFN, under the first of these names that the layer has."""
+    for name in names:
+        path = f"{ffn.layer_path}.{name}"
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            continue
+        takes_residual = "residual" in inspect.signature(module.forward).parameters
+        return Block(
+            index=AttentionOf(ffn.layer),
+            path=path,
+            layer_path=ffn.layer_path,
+            residual_inside=getattr(module, "residual_inside", takes_residual),
+            bypass=(),
+            width=ffn.width,
+            parameters=sum(p.numel() for p in module.parameters()),
+        )
+    return None
 
 
 def guess_architecture(model: Any, module_lists: dict[str, nn.ModuleList], depth: int, family: str) -> Architecture:
@@ -189,12 +259,33 @@ def run_block(model: nn.Module, block: Block, x: Tensor) -> Tensor:
     return output[0]  # type: ignore[no-any-return]
 
 
-def hidden_states_of(output: Any) -> Tensor:
-    """The hidden states in a layer's output, which is a tensor or, in some families, a tuple that begins with it."""
+def hidden_states_of(output: Any, what: str = "a decoder layer") -> Tensor:
+    """The hidden states in the output of a layer or a block: a tensor, or a tuple that begins with it."""
     hidden = output[0] if isinstance(output, (tuple, list)) else output
     if not isinstance(hidden, Tensor):
-        raise InputError(f"a decoder layer returned {type(hidden).__name__} instead of hidden states")
+        raise InputError(f"{what} returned {type(hidden).__name__} instead of hidden states")
     return hidden
+
+
+def with_hidden_states(output: Any, hidden: Tensor) -> Any:
+    """The output of a layer or a block with other hidden states."""
+    return (hidden, *output[1:]) if isinstance(output, (tuple, list)) else hidden
+
+
+def input_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], block: Block) -> Tensor:
+    """The block's input among the arguments of its call, as rows [tokens, width]."""
+    x = args[0] if args else kwargs.get("hidden_states")
+    if x is None:
+        raise InputError(f"{block.path} is called without hidden states")
+    return x.reshape(-1, x.shape[-1])  # type: ignore[no-any-return]
+
+
+def output_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, block: Block) -> Tensor:
+    """What the block adds to the residual stream in this call, as rows of their own: some layers add in place."""
+    hidden = hidden_states_of(output, block.path)
+    residual = (args[1] if len(args) > 1 else kwargs.get("residual")) if block.residual_inside else None
+    y = hidden - residual if residual is not None else hidden.clone()
+    return y.reshape(-1, y.shape[-1])
 
 
 @contextmanager
@@ -202,33 +293,28 @@ def capture_rows(
     model: nn.Module,
     blocks: list[Block],
     receive: Callable[[Block, Rows], None],
-    inner_paths: Mapping[int, str] | None = None,
+    inner_paths: Mapping[BranchIndex, str] | None = None,
 ) -> Iterator[None]:
     """While the context is open, every forward pass calls `receive(block, rows)` as each block's layer returns.
 
-    Rows are flattened to [tokens, width]. The FFN output is copied, because some layers add to it in place (Falcon).
-    `inner_paths` gives, by block index, the path of a module inside the block whose input is captured too.
+    Rows are flattened to [tokens, width]. `inner_paths` gives, by block index, the path of a module inside the block
+    whose input is captured too.
     """
-    inputs: dict[int, Tensor] = {}
-    outputs: dict[int, Tensor] = {}
-    inner_inputs: dict[int, Tensor] = {}
+    inputs: dict[BranchIndex, Tensor] = {}
+    outputs: dict[BranchIndex, Tensor] = {}
+    inner_inputs: dict[BranchIndex, Tensor] = {}
     handles = []
     for block in blocks:
-        ffn = model.get_submodule(block.path)
-        last = model.get_submodule(block.bypass[-1]) if block.bypass else ffn
+        module = model.get_submodule(block.path)
+        last = model.get_submodule(block.bypass[-1]) if block.bypass else module
 
-        def before_ffn(_: nn.Module, args: Any, kwargs: Any, block: Block = block) -> None:
-            x = args[0] if args else kwargs.get("hidden_states")
-            if x is None or block.index in inputs:
-                raise InputError(f"{block.path} is called {'without hidden states' if x is None else 'twice'}")
-            inputs[block.index] = x.reshape(-1, x.shape[-1])
+        def before_block(_: nn.Module, args: Any, kwargs: Any, block: Block = block) -> None:
+            if block.index in inputs:
+                raise InputError(f"{block.path} is called twice")
+            inputs[block.index] = input_rows(args, kwargs, block)
 
-        def after_ffn(_: nn.Module, args: Any, kwargs: Any, output: Any, block: Block = block) -> None:
-            if not isinstance(output, Tensor):
-                raise InputError(f"{block.path} returns a {type(output).__name__}, not a tensor")
-            residual = (args[1] if len(args) > 1 else kwargs.get("residual")) if block.residual_inside else None
-            y = output - residual if residual is not None else output.clone()
-            outputs[block.index] = y.reshape(-1, y.shape[-1])
+        def after_block(_: nn.Module, args: Any, kwargs: Any, output: Any, block: Block = block) -> None:
+            outputs[block.index] = output_rows(args, kwargs, output, block)
 
         def after_layer(_: nn.Module, args: Any, output: Any, block: Block = block) -> None:
             h = hidden_states_of(output)
@@ -243,8 +329,8 @@ def capture_rows(
         if inner_paths and block.index in inner_paths:
             handles.append(model.get_submodule(inner_paths[block.index]).register_forward_pre_hook(before_inner))
 
-        handles.append(ffn.register_forward_pre_hook(before_ffn, with_kwargs=True))
-        handles.append(last.register_forward_hook(after_ffn, with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(before_block, with_kwargs=True))
+        handles.append(last.register_forward_hook(after_block, with_kwargs=True))
         handles.append(model.get_submodule(block.layer_path).register_forward_hook(after_layer))
     try:
         yield

@@ -66,5 +66,11 @@ def identify_patched(model: Any, replacements: Mapping[int, Replacement]) -> dic
 
 
 def as_stored(module: Replacement, model: Any, block: Block, stored: torch.dtype) -> Replacement:
-    """The module rounded to the checkpoint's dtype `stored`, then moved to the device and the dtype of the block."""
-    return module.to(stored).to(**placement_of(model, block))
+    """The module with its parameters rounded to the checkpoint's dtype `stored`, on the device and in the dtype of the
+    block. Buffers are only moved: positions would lose digits."""
+    placement = placement_of(model, block)
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            rounded = parameter.detach().to(stored).to(**placement)
+            setattr(part, name, torch.nn.Parameter(rounded, requires_grad=parameter.requires_grad))
+    return module.to(placement["device"])
