@@ -326,7 +326,7 @@ def specs(model: nn.Module) -> dict[str, dict[str, Any]]:
     return {path: module.spec() for path, module in replacements(model).items()}
 
 
-def swap(model: nn.Module, modules: Mapping[str, Replacement]) -> dict[str, nn.Module]:
+def swap(model: nn.Module, modules: Mapping[str, Replacement | KeptHeads]) -> dict[str, nn.Module]:
     """Put each replacement at its path and identities at its bypass; return what stood there, for `restore`.
 
     From then on `model.save_pretrained` writes a checkpoint that loads.
@@ -366,7 +366,7 @@ def put_replacements(model: Any, table: Mapping[str, Mapping[str, Any]]) -> dict
     return modules
 
 
-def guard_of(originals: Mapping[str, nn.Module], path: str, module: Replacement) -> str:
+def guard_of(originals: Mapping[str, nn.Module], path: str, module: Replacement | KeptHeads) -> str:
     """The name of a weight matrix that the stock model has and the swapped model has not."""
     inherited = getattr(originals[path], "guard", None)  # one replacement takes the place of another
     if inherited:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import Block, modules_of, placement_of
 from compressor.models.offload import device_of, disk_weights_of
-from compressor.patch.tree import patched
+from compressor.patch.tree import Replacements, patched
 
 TIMED_ROWS = 512
 CALLS = 2  # of a block per turn, of which the faster one counts
@@ -144,7 +144,7 @@ def is_slower(model: Any, block: Block, replacement: Replacement) -> bool:
 
 
 @torch.no_grad()
-def measure_speed(model: Any, blocks: list[Block], fits: Mapping[int, Replacement], windows: Tensor) -> Speed:
+def measure_speed(model: Any, blocks: list[Block], fits: Replacements, windows: Tensor) -> Speed:
     """FLOPs, prefill and decoding of the model without and with its replacements."""
     seq_len, device = windows.shape[1], device_of(model)
     flops = []

@@ -12,7 +12,7 @@ names the family.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import total_ordering
@@ -26,6 +26,8 @@ from compressor.runtime.errors import InputError
 
 FFN_NAMES = ("mlp", "ffn", "feed_forward")
 ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
+ATTENTION_RETURNS = 2  # values in the tuple that attention returns: its output, and its weights or None
+BRANCHES = ("ffn", "attention")
 SPLIT_FFN = ("fc1", "activation_fn", "fc2")
 
 
@@ -94,6 +96,11 @@ def layer_of(index: BranchIndex) -> int:
     return index.layer if isinstance(index, AttentionOf) else index
 
 
+def branch_of(index: BranchIndex) -> str:
+    """Which branch of its layer an index names."""
+    return "attention" if isinstance(index, AttentionOf) else "ffn"
+
+
 @dataclass(frozen=True)
 class Block:
     """One branch: the `path` of the module that is replaced, and the `layer_path` of the decoder layer around it."""
@@ -114,6 +121,11 @@ class Block:
     @property
     def is_attention(self) -> bool:
         return isinstance(self.index, AttentionOf)
+
+    @property
+    def branch(self) -> str:
+        """Which branch of its layer it is."""
+        return branch_of(self.index)
 
 
 @dataclass(frozen=True)
@@ -178,6 +190,13 @@ def find_attention(model: nn.Module) -> list[Block]:
     known = (ARCHITECTURES[family].attention,) if family in ARCHITECTURES else ()
     found = (describe_attention(model, ffn, (*known, *ATTENTION_NAMES)) for ffn in find_blocks(model))
     return [block for block in found if block is not None]
+
+
+def find_branches(model: nn.Module, branches: Collection[str] = BRANCHES) -> list[Block]:
+    """The branches of these kinds in order of depth, the attention of a layer before its FFN."""
+    found = find_blocks(model) if "ffn" in branches else []
+    found += find_attention(model) if "attention" in branches else []
+    return sorted(found, key=lambda block: block.index)
 
 
 def describe_attention(model: nn.Module, ffn: Block, names: tuple[str, ...]) -> Block | None:

@@ -82,7 +82,6 @@ class Heads:
     width: int
     outer_matrix: Matrix
     outer_path: str
-    returns: int  # values in the tuple that the module returns; 0: a bare tensor
     residual_inside: bool
 
     @property
@@ -93,7 +92,7 @@ class Heads:
     @property
     def size(self) -> int:
         """The number of parameters of one unit."""
-        inputs = sum(p.numel() for name in self.layout.inputs for p in getattr(self.module, name).parameters())
+        inputs: int = sum(p.numel() for name in self.layout.inputs for p in getattr(self.module, name).parameters())
         return inputs // self.count + self.columns * self.width
 
     @property
@@ -251,9 +250,18 @@ def describe_heads(model: Any, block: Block, call: AttentionCall) -> Heads | Non
         width=block.width,
         outer_matrix=outer,
         outer_path=f"{block.path}.{layout.output}",
-        returns=call.returns,
         residual_inside=block.residual_inside,
     )
+
+
+def anchor_layers(model: Any) -> set[int]:
+    """The layers that must keep at least one unit: caches ask them how many tokens they hold.
+
+    They ask layer 0 for the length, and the first layer of each kind (with a sliding window or without) for the size of
+    that kind's mask. A layer without units never writes to its cache and would answer 0.
+    """
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return {0, *(list(kinds).index(kind) for kind in set(kinds))}
 
 
 def count_units(config: Any, module: Any, query_heads: int) -> int:

@@ -9,11 +9,10 @@ from compressor.evaluate.budget import compute_limits
 from compressor.evaluate.evaluator import Evaluator, Measured
 from compressor.evaluate.speed import measure_speed
 from compressor.measure.profile import measure
-from compressor.modeling_compressor import Replacement
-from compressor.models.blocks import find_blocks
+from compressor.models.blocks import find_branches
 from compressor.models.source import identify
 from compressor.patch.checkpoint import count_parameters
-from compressor.patch.tree import identify_patched, patch
+from compressor.patch.tree import Replacements, identify_patched, patch
 from compressor.patch.verify import TOKENS
 from compressor.pipelines import recipe as recipes
 from compressor.pipelines.describe import describe_assessment, describe_plan, describe_speed
@@ -41,7 +40,8 @@ def run(recipe: Recipe, context: RunContext) -> Record:
         evaluator = job.evaluator()
 
         store = open_store(job.model, job.text, job.context, job.choices)
-        profile = measure(job.model, job.text, job.context, beside=[store.collector()], states=store.states)
+        branches, beside = job.choices.searched_branches, [store.collector()]
+        profile = measure(job.model, job.text, job.context, branches=branches, beside=beside, states=store.states)
         source = evaluator.measure(job.model, "source", identify(job.model))
         limits = compute_limits(evaluator.budgets, evaluator.perplexities(source.losses), recipe.max_kl)
         with_kl = recipe.max_kl is not None
@@ -64,7 +64,7 @@ def run(recipe: Recipe, context: RunContext) -> Record:
 def finish(
     job: Job,
     evaluator: Evaluator,
-    fits: dict[int, Replacement],
+    fits: Replacements,
     source: Measured,
     compressed: Measured,
     record: Record,
@@ -73,7 +73,7 @@ def finish(
 ) -> Record:
     """Measure the speed, patch for good, assess the patched model against its source, complete the record, and write
     everything."""
-    blocks, windows = find_blocks(job.model), job.text.verification.windows
+    blocks, windows = find_branches(job.model), job.text.verification.windows
     identity = identify_patched(job.model, fits)
     first = distributed.rank() == 0
     speed = describe_speed(

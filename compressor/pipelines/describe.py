@@ -20,9 +20,10 @@ from compressor.evaluate.perplexity import PerplexityChange
 from compressor.evaluate.speed import PairedTimes, Speed
 from compressor.evaluate.tasks import Task, TaskChange
 from compressor.export.llama import LLAMA_TYPES
-from compressor.modeling_compressor import Replacement, specs
+from compressor.modeling_compressor import specs
 from compressor.models.source import describe_origin, source_of
 from compressor.patch.checkpoint import count_parameters
+from compressor.patch.tree import Replacements
 from compressor.plan.calibration import Calibration
 from compressor.plan.removal import SizeTarget
 from compressor.plan.search import Plan
@@ -75,7 +76,7 @@ def describe_sizes(before: int, after: int) -> parts.Parameters:
     return parts.Parameters(before=before, after=after, removed=removed, removed_fraction=removed / before)
 
 
-def put_replacements(record: Record, fits: Mapping[int, Replacement]) -> Record:
+def put_replacements(record: Record, fits: Replacements) -> Record:
     """The record with these replacements in its blocks, and the parameters they leave."""
     blocks = []
     for block in record.blocks:

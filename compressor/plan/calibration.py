@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from compressor.evaluate.intervals import student_quantile
+from compressor.models.blocks import AttentionOf, BranchIndex, layer_of
 from compressor.plan.block_trials import BlockTrial, BlockTrials
 from compressor.plan.candidates import BlockCandidates
 from compressor.plan.choices import ANYTHING, Choices
@@ -44,7 +45,7 @@ class Point:
     kl_error: float = math.nan
 
     @property
-    def index(self) -> int:
+    def index(self) -> BranchIndex:
         return self.candidate.index
 
     @property
@@ -87,7 +88,7 @@ class Calibration:
         """The same of predicted costs and measured divergences."""
         return rank_correlation([p.predicted for p in self.points], [p.kl for p in self.points])
 
-    def factors(self, blocks: Iterable[int] = ()) -> dict[int, float]:
+    def factors(self, blocks: Iterable[BranchIndex] = ()) -> dict[BranchIndex, float]:
         """What to multiply each block's predictions by; also for those of `blocks` that were not measured.
 
         Where the divergence was measured, the factor has two parts: divergence over prediction, which is measured well
@@ -101,7 +102,7 @@ class Calibration:
         return {index: max(factor * rises[index], LEAST_FACTOR) for index, factor in divergences.items()}
 
 
-def shrink_ratios(points: Sequence[Point], blocks: Iterable[int] = ()) -> dict[int, float]:
+def shrink_ratios(points: Sequence[Point], blocks: Iterable[BranchIndex] = ()) -> dict[BranchIndex, float]:
     """The measured over the predicted cost of every block, shrunk towards those of its neighbours.
 
     The noisier a measurement, the more it is shrunk: otherwise blocks that happened to measure low would be cut most.
@@ -120,20 +121,23 @@ def shrink_ratios(points: Sequence[Point], blocks: Iterable[int] = ()) -> dict[i
     return {index: math.exp(mean_around(points, index)) for index in blocks} | factors
 
 
-def mean_around(points: Sequence[Point], index: int) -> float:
-    """The weighted mean of the log ratios around a block: near blocks and those measured well count most.
+def mean_around(points: Sequence[Point], index: BranchIndex) -> float:
+    """The weighted mean of the log ratios around a block: near ones of the same branch and those measured well count
+    most.
 
     It is 0 where nothing is known, and that of a model's only block is its own.
     """
+    alike = [p for p in points if isinstance(p.index, AttentionOf) == isinstance(index, AttentionOf)]
     total = mean = 0.0
-    for p in points:
-        if p.index != index or len(points) == 1:
-            weight = math.exp(-abs(p.index - index) / NEIGHBOUR_DISTANCE) / (p.noise + LEAST_VARIANCE)
+    for p in alike:
+        if p.index != index or len(alike) == 1:
+            distance = abs(layer_of(p.index) - layer_of(index))
+            weight = math.exp(-distance / NEIGHBOUR_DISTANCE) / (p.noise + LEAST_VARIANCE)
             total, mean = total + weight, mean + weight * p.usual_log
     return mean / total if total > 0 else 0.0
 
 
-def excess_variance(points: Sequence[Point], means: Mapping[int, float]) -> float:
+def excess_variance(points: Sequence[Point], means: Mapping[BranchIndex, float]) -> float:
     """The variance between blocks that noise does not explain."""
     known = [p for p in points if math.isfinite(p.noise)]
     trust = [1 / (p.noise + LEAST_VARIANCE) ** 2 for p in known]
@@ -153,7 +157,7 @@ def rank_correlation(first: list[float], second: list[float]) -> float:
 def typical_candidate(of_block: BlockCandidates, kinds: Collection[str] = KINDS) -> Candidate | None:
     """The candidate of these kinds that a block is tried with: the one nearest to half of its neurons, the linear map
     or the middle one of the low ranks, else one with neurons and a linear part, else the bias."""
-    half = of_block.neurons.count / 2 if of_block.neurons else 0
+    half = of_block.units.count / 2 if of_block.units else 0
     for kind in (kind for kind in ("pruned", "linear", "lowrank", "hybrid", "bias") if kind in kinds):
         found = sorted((c for c in of_block.candidates if c.shape.kind == kind), key=lambda c: c.saved)
         if found and kind in ("pruned", "hybrid"):
@@ -164,14 +168,14 @@ def typical_candidate(of_block: BlockCandidates, kinds: Collection[str] = KINDS)
 
 
 def calibrate(
-    trials: BlockTrials, candidates: Mapping[int, BlockCandidates], choices: Choices = ANYTHING
+    trials: BlockTrials, candidates: Mapping[BranchIndex, BlockCandidates], choices: Choices = ANYTHING
 ) -> tuple[dict[str, Calibration], list[Candidate]]:
     """Measure a typical replacement in every block that may change alone, on some selection windows of every text.
 
     Also returned are the candidates whose activations or weights overflowed.
     """
     progress = trials.store.context.progress
-    allowed = [of_block for index, of_block in sorted(candidates.items()) if choices.allows_block(index)]
+    allowed = [candidates[index] for index in sorted(candidates) if choices.allows_block(index)]
     typical = [typical_candidate(of_block, choices.kinds) for of_block in allowed]
     chosen = [candidate for candidate in typical if candidate is not None]
     if all(trials.was_measured(candidate) for candidate in chosen):
@@ -209,8 +213,10 @@ def standard_error(values: Tensor) -> float:
 
 
 def correct_predictions(
-    candidates: Mapping[int, BlockCandidates], calibrations: Mapping[str, Calibration], limits: Mapping[str, float]
-) -> dict[int, list[Candidate]]:
+    candidates: Mapping[BranchIndex, BlockCandidates],
+    calibrations: Mapping[str, Calibration],
+    limits: Mapping[str, float],
+) -> dict[BranchIndex, list[Candidate]]:
     """The candidates of every block, with their predictions corrected by what was measured.
 
     `limits` are the nats that each text may lose. The text on which a block uses most of its limit decides; predictions
@@ -230,8 +236,8 @@ def correct_predictions(
 def binding_calibration(calibrations: Mapping[str, Calibration], limits: Mapping[str, float]) -> Calibration:
     """Of every block, the point of the text on which it uses most of its limit."""
     shares = [(p.measured / limits[name], p) for name, found in calibrations.items() for p in found.points]
-    worst: dict[int, tuple[float, Point]] = {}
+    worst: dict[BranchIndex, tuple[float, Point]] = {}
     for share, p in shares:
         if p.index not in worst or share > worst[p.index][0]:
             worst[p.index] = (share, p)
-    return Calibration([p for _, (_, p) in sorted(worst.items())])
+    return Calibration([p for _, (_, p) in sorted(worst.items(), key=lambda item: item[0])])

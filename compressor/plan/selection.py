@@ -148,7 +148,8 @@ def spread_units(units: Tensor, columns: int) -> Tensor:
 
 def next_unit(inverse: Tensor, weights: Tensor, columns: int) -> tuple[Tensor, list[float]]:
     """The unit that costs least to remove, of those with several columns, and its cost."""
-    blocks = inverse.reshape(-1, columns, len(inverse)).unflatten(2, (-1, columns)).diagonal(dim1=0, dim2=2)
+    count = len(inverse) // columns
+    blocks = inverse.reshape(count, columns, count, columns).diagonal(dim1=0, dim2=2)
     rows = weights.reshape(-1, columns, weights.shape[1])
     costs = (rows * torch.linalg.solve(blocks.permute(2, 0, 1), rows)).sum((1, 2)).clamp_min(0)
     best = costs.argmin()
