@@ -32,7 +32,7 @@ from compressor.measure.regression import (
     rank_r2,
     solve,
 )
-from compressor.models.blocks import Block, BranchIndex, Rows, find_blocks, find_branches
+from compressor.models.blocks import BRANCHES, Block, BranchIndex, Rows, find_blocks, find_branches
 from compressor.models.layer_states import LayerStates
 from compressor.models.offload import device_of
 from compressor.models.residual import CALIBRATION_PARTS
@@ -100,11 +100,11 @@ def measure(
     text: Text,
     context: RunContext | None = None,
     *,
-    branches: Collection[str] = ("ffn",),
+    branches: Collection[str] = BRANCHES,
     beside: Sequence[RowCollector] = (),
     states: LayerStates | None = None,
 ) -> Profile:
-    """Measure every FFN of the model on the calibration text, or the `branches` that are named.
+    """Measure every branch of the model on the calibration text, or the kinds of `branches` that are named.
 
     In memory: the model, the moments of one layer's blocks, the stream.
 

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from compressor.modeling_compressor import KeptHeads
-from compressor.models.blocks import Block, backbone, hidden_states_of, modules_of, output_rows
+from compressor.models.blocks import PROBE_TOKENS, Block, backbone, hidden_states_of, modules_of, output_rows
 from compressor.models.neurons import Matrix
 from compressor.models.offload import device_of
 
-PROBE_TOKENS = 12
 TOLERANCE, TOLERANCE_IN_EPSILONS = 1e-4, 32  # of the output's size: at least, and in units of the dtype's epsilon
 
 
@@ -159,10 +158,6 @@ class AttentionCall:
     kwargs: dict[str, Any]
     output: Any
     a: Tensor | None
-
-    @property
-    def returns(self) -> int:
-        return len(self.output) if isinstance(self.output, (tuple, list)) else 0
 
 
 def spread(units: Tensor, size: int) -> Tensor:

@@ -60,9 +60,12 @@ def plan(
     """Search for the largest plan inside the budget (a rise in perplexity, a divergence from the source, or both), or
     for the cheapest that removes at least so much (`remove`: 10%, or a number of parameters), of what `choices` allow.
 
-    The model is left as it was; BudgetError when nothing fits.
+    Branches that the profile does not have stay as they are. The model is left as it was; BudgetError when nothing
+    fits.
     """
-    context, blocks = context or RunContext(), find_branches(model, choices.searched_branches)
+    context = context or RunContext()
+    choices = choices.within({p.block.branch for p in profile.branches})
+    blocks = find_branches(model, choices.searched_branches)
     choices.refuse_unknown(len(find_blocks(model)))
     if max_dppl is None and max_kl is None and remove is None:
         raise InputError("plan needs max_dppl, max_kl or remove, such as max_dppl=1.0, max_kl=0.02 or remove='10%'")

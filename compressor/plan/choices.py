@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from compressor.models.blocks import BRANCHES, AttentionOf, BranchIndex, branch_of, layer_of
@@ -65,6 +65,10 @@ class Choices:
     def allows_block(self, index: BranchIndex) -> bool:
         """Whether this block may be replaced at all."""
         return branch_of(index) in self.branches and (self.blocks is None or index in self.blocks)
+
+    def within(self, branches: Collection[str]) -> Choices:
+        """The same choices among these kinds of branches only."""
+        return replace(self, branches=tuple(branch for branch in self.branches if branch in branches))
 
     @property
     def searched_branches(self) -> tuple[str, ...]:
