@@ -256,6 +256,16 @@ def describe_heads(model: Any, block: Block, call: AttentionCall) -> Heads | Non
     )
 
 
+def anchor_layers(model: Any) -> set[int]:
+    """The layers that must keep at least one unit: caches ask them how many tokens they hold.
+
+    They ask layer 0 for the length, and the first layer of each kind (with a sliding window or without) for the size of
+    that kind's mask. A layer without units never writes to its cache and would answer 0.
+    """
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return {0, *(list(kinds).index(kind) for kind in set(kinds))}
+
+
 def count_units(config: Any, module: Any, query_heads: int) -> int:
     """The number of key-value heads."""
     if getattr(config, "model_type", "") == "falcon" and not config.new_decoder_architecture:
