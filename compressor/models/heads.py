@@ -30,32 +30,34 @@ class Layout:
 
     `inputs` are its projections of x: one each for queries, keys and values, or one for all, either `stacked` one after
     another (all queries, all keys, all values) or `interleaved` unit by unit. `counts` are attributes that say how many
-    there are of something: "units", "queries" (query heads), or "columns" of a. `per_head` is an argument with a part
-    for each query head: its name and its position.
+    there are of something: "units", "queries" (query heads), or "columns" of a. `per_head` are the arguments that may
+    have a part for each query head, with their positions.
     """
 
     inputs: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     output: str = "o_proj"
     fused: Literal["no", "stacked", "interleaved"] = "no"
     counts: Mapping[str, Literal["units", "queries", "columns"]] = field(default_factory=dict)
-    per_head: tuple[str, int] | None = None
+    per_head: Mapping[str, int] = field(default_factory=dict)
 
 
 LAYOUTS: dict[str, Layout] = {
-    "bloom": Layout(("query_key_value",), "dense", "interleaved", {"num_heads": "queries"}, ("alibi", 2)),
+    "biogpt": Layout(output="out_proj"),
+    "bloom": Layout(("query_key_value",), "dense", "interleaved", {"num_heads": "queries"}, {"alibi": 2}),
     "falcon": Layout(
         ("query_key_value",),
         "dense",
         "interleaved",
         {"num_heads": "queries", "num_kv_heads": "units"},
-        ("alibi", 1),
+        {"alibi": 1, "attention_mask": 2},
     ),
     "gpt2": Layout(("c_attn",), "c_proj", "stacked", {"num_heads": "queries", "split_size": "columns"}),
     "gpt_neo": Layout(output="out_proj", counts={"num_heads": "queries"}),
     "gpt_neox": Layout(("query_key_value",), "dense", "interleaved"),
     "gptj": Layout(output="out_proj", counts={"num_attention_heads": "queries"}),
-    "mpt": Layout(("Wqkv",), "out_proj", "stacked", {"n_heads": "queries"}, ("position_bias", 1)),
+    "mpt": Layout(("Wqkv",), "out_proj", "stacked", {"n_heads": "queries"}, {"position_bias": 1}),
     "opt": Layout(output="out_proj", counts={"num_heads": "queries"}),
+    "persimmon": Layout(("query_key_value",), "dense", "interleaved", {"num_heads": "queries"}),
     "phi": Layout(output="dense"),
     "phi3": Layout(
         ("qkv_proj",),
@@ -64,6 +66,7 @@ LAYOUTS: dict[str, Layout] = {
         {"num_key_value_heads": "units", "config.num_attention_heads": "queries"},
     ),
     "stablelm": Layout(counts={"num_heads": "queries", "num_key_value_heads": "units"}),
+    "xglm": Layout(output="out_proj", counts={"num_heads": "queries", "embed_dim": "columns"}),
 }
 USUAL_LAYOUT = Layout()
 
@@ -128,7 +131,7 @@ class Heads:
         """Attention with these units: projections of x as they are, a zero output projection, and zeros beside it."""
         numbers = {"units": len(kept), "queries": len(kept) * self.queries, "columns": len(kept) * self.columns}
         rows = {name: self.rows_of(name, kept) for name in self.layout.inputs}
-        per_head = self.layout.per_head and (*self.layout.per_head, self.count)
+        arguments, query_heads = dict(self.layout.per_head), self.count * self.queries
         modules = KeptHeads(
             self.module,
             self.width,
@@ -138,7 +141,7 @@ class Heads:
             (self.layout.output, len(kept) * self.columns),
             {name: numbers[what] for name, what in self.layout.counts.items()},
             self.residual_inside,
-            per_head,
+            {"heads": query_heads, "arguments": arguments} if arguments else None,
             **placement,
         )
         with torch.no_grad():
@@ -226,15 +229,22 @@ def describe_heads(model: Any, block: Block, call: AttentionCall) -> Heads | Non
         return None
     outer = Matrix(getattr(module, layout.output))
     query_heads = config.num_attention_heads
-    units = count_units(config, module, query_heads)
     columns = outer.weight.shape[1]
     rows = sum(len(Matrix(getattr(module, name)).weight) for name in layout.inputs)
-    if query_heads % units or columns % query_heads or call.a is None or (layout.per_head and query_heads != units):
-        layout = Layout(layout.inputs, layout.output, layout.fused, layout.counts)
-        if query_heads % units or columns % query_heads or call.a is None:
-            return None
+    if columns % query_heads or call.a is None:
+        return None
     value_width = columns // query_heads
-    head_width = (rows - units * value_width) // (query_heads + units)
+    # A config may name key-value heads in a family that has none.
+    units, head_width = next(
+        (
+            (units, (rows - units * value_width) // (query_heads + units))
+            for units in (count_units(config, query_heads), query_heads)
+            if query_heads % units == 0 and (rows - units * value_width) % (query_heads + units) == 0
+        ),
+        (0, 0),
+    )
+    if not units:
+        return None
     return Heads(
         module=module,
         layout=layout,
@@ -259,7 +269,7 @@ def anchor_layers(model: Any) -> set[int]:
     return {0, *(list(kinds).index(kind) for kind in set(kinds))}
 
 
-def count_units(config: Any, module: Any, query_heads: int) -> int:
+def count_units(config: Any, query_heads: int) -> int:
     """The number of key-value heads."""
     if getattr(config, "model_type", "") == "falcon" and not config.new_decoder_architecture:
         return 1 if config.multi_query else query_heads
