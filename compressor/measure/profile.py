@@ -450,6 +450,7 @@ class Profile:
     rows_fitted: int
     rows_held_out: int
     seq_len: int
+    attention: list[BlockProfile] = field(default_factory=list)
 
 
 def unpack_block(
