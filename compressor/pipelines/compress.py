@@ -7,6 +7,7 @@ from pathlib import Path
 
 from compressor.evaluate.budget import compute_limits
 from compressor.evaluate.evaluator import Evaluator, Measured
+from compressor.evaluate.kv_cache import kv_cache_bytes
 from compressor.evaluate.speed import measure_speed
 from compressor.measure.profile import measure
 from compressor.models.blocks import find_branches
@@ -15,7 +16,7 @@ from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import Replacements, identify_patched, patch
 from compressor.patch.verify import TOKENS
 from compressor.pipelines import recipe as recipes
-from compressor.pipelines.describe import describe_assessment, describe_plan, describe_speed
+from compressor.pipelines.describe import describe_assessment, describe_kv_cache, describe_plan, describe_speed
 from compressor.pipelines.describe_profile import describe_profile
 from compressor.pipelines.job import Job, open_job, require_room, reserved_out, size_target, study_blocks
 from compressor.pipelines.outputs import write_result
@@ -79,7 +80,9 @@ def finish(
     speed = describe_speed(
         distributed.broadcast_value(measure_speed(job.model, blocks, fits, windows) if first else None)
     )
+    cache_before = kv_cache_bytes(job.model)
     patch(job.model, blocks, fits)
+    kv_cache = describe_kv_cache(job.model, cache_before, kv_cache_bytes(job.model))
     assessment = evaluator.assess(source, compressed, job.model, identity, task_looks)
     assert count_parameters(job.model) == record.parameters.after
 
@@ -90,7 +93,7 @@ def finish(
     target = size_target(job.recipe, present(record.parameters.before))
     assessed = describe_assessment(assessment, evaluator, record.parameters, target)
     assessed["warnings"] = [*record.warnings, *assessed["warnings"]]
-    record = record.with_parts(**assessed, speed=speed, timings=timings)
+    record = record.with_parts(**assessed, speed=speed, kv_cache=kv_cache, timings=timings)
     recipe = recipes.dump(job.recipe, "Reproduces this checkpoint:\ncompress --recipe recipe.yaml --out NEW_DIRECTORY")
     written = write_result(
         job.model, job.tokenizer, out, record, recipe, tokens=windows[:1, :TOKENS], progress=job.context.progress
