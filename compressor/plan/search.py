@@ -138,7 +138,7 @@ class Planner:
         self.most_saved: dict[
             BranchIndex, int
         ] = {}  # by block: parameters that it may save at most, since a task refused more
-        self.unsafe = [index for index in space.candidates if verdicts[index].word == "unsafe"]
+        self.unsafe = [index for index in space.candidates if index in verdicts and verdicts[index].word == "unsafe"]
         self.mild_tried = False
         corrected = correct_predictions(space.candidates, space.calibrations, limits.least)
         self.candidates = corrected | {index: [] for index in self.unsafe}  # with predictions for the smallest limit
