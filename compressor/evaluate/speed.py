@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.modeling_compressor import Replacement
+from compressor.modeling_compressor import Replacement, replacements
 from compressor.models.blocks import Block, modules_of, placement_of
+from compressor.models.heads import count_units
 from compressor.models.offload import device_of, disk_weights_of
 from compressor.patch.tree import Replacements, patched
 
@@ -74,8 +75,17 @@ def flops_per_token(model: Any, seq_len: int) -> int:
     head = model.get_output_embeddings()
     if head is not None and id(head.weight) in looked_up:
         weights += head.weight.numel()
-    attention = 4 * config.hidden_size * config.num_hidden_layers * (seq_len // 2)
-    return int(2 * weights + attention)
+    whole = 4 * config.hidden_size * (seq_len // 2)
+    attention = whole * (config.num_hidden_layers - sum(1 - share for share in attention_shares(model)))
+    return int(2 * weights + round(attention))
+
+
+def attention_shares(model: Any) -> list[float]:
+    """The share of its heads that attention has left, for every layer whose attention was replaced."""
+    config = model.config.get_text_config()
+    units = count_units(config, config.num_attention_heads)
+    found = (module for module in replacements(model).values() if hasattr(module, "heads") or module.returns)
+    return [len(getattr(module, "heads", ())) / units for module in found]
 
 
 def time_call(run: Callable[[], Any], device: torch.device) -> float:

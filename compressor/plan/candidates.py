@@ -62,6 +62,14 @@ class BlockCandidates:
         """Parameters that go when the block takes this shape."""
         return self.block.parameters - shape_size(self.block, self.units, shape)
 
+    def lightened(self, shape: Shape, seq_len: int) -> int:
+        """What goes with the heads that this shape does not keep, beside parameters: operations over half a window, two
+        for each parameter that would cost as many, and the keys and values that a cache would read for them."""
+        if not isinstance(self.units, Heads):
+            return 0
+        gone = self.units.count - shape.neurons
+        return gone * (2 * self.units.columns + self.units.cached_values) * (seq_len // 2)
+
 
 def is_biased(block: Block, units: Units | None, shape: Shape) -> bool:
     """Whether a replacement of this shape has a bias: all but linear maps of attention without one."""

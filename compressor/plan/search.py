@@ -141,7 +141,9 @@ class Planner:
         self.unsafe = [index for index in space.candidates if index in verdicts and verdicts[index].word == "unsafe"]
         self.mild_tried = False
         corrected = correct_predictions(space.candidates, space.calibrations, limits.least)
-        self.candidates = corrected | {index: [] for index in self.unsafe}  # with predictions for the smallest limit
+        self.candidates: dict[BranchIndex, list[Candidate]] = {  # with predictions for the smallest limit
+            index: [] if index in self.unsafe else self.with_worth(index, row) for index, row in corrected.items()
+        }
 
     def usual_scale(self) -> float:
         """The upper end of a plan's cost over its prediction, before any plan is tried.
@@ -153,12 +155,20 @@ class Planner:
         reach = end_score(USUAL_UNITS, confidence) if confidence > 0 else 0.0
         return 1.0 + reach * math.sqrt(2 / (tokens * max(self.limits.smallest, 1e-6)))
 
+    def with_worth(self, index: BranchIndex, row: list[Candidate]) -> list[Candidate]:
+        """The candidates of a block; for speed, attention is worth its operations and its cache too."""
+        if self.objective != "speed":
+            return row
+        of_block, seq_len = self.space.candidates[index], self.text.seq_len
+        return [replace(c, lightened=of_block.lightened(c.shape, seq_len)) for c in row]
+
     def admit_mild_forms(self) -> None:
         """Allow the mild forms of unsafe blocks that cost what was predicted, once. Only damage says which of them cost
         little: where blocks are ordered by another signal, unsafe ones stay as they are."""
         if not self.mild_tried and self.unexplained is None and "pruned" in self.choices.kinds:
             for index in filter(self.choices.allows_block, self.unsafe):
-                self.candidates[index] = find_mild_candidates(self.space.candidates[index], self.runner, self.limits)
+                mild = find_mild_candidates(self.space.candidates[index], self.runner, self.limits)
+                self.candidates[index] = self.with_worth(index, mild)
         self.mild_tried = True
 
     @property
