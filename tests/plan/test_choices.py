@@ -22,7 +22,7 @@ from compressor.evaluate.budget import Budget
 from compressor.measure.profile import Profile, measure
 from compressor.measure.verdicts import Verdict
 from compressor.plan.api import make_planner
-from compressor.plan.calibration import typical_candidate
+from compressor.plan.calibration import typical_candidates
 from compressor.plan.choices import ANYTHING, BlockRange, Choices, Signal, resolve_choices
 from compressor.plan.frontier import Candidate, grow_plans, weigh_blocks
 from compressor.plan.search import Planner, prepare_search
@@ -194,17 +194,14 @@ def test_mild_forms_of_unsafe_blocks_are_not_tried_where_they_are_not_allowed(
 def test_the_trial_of_a_block_is_of_an_allowed_kind(talking: tuple[Any, Profile]) -> None:
     of_block = prepare_search(talking[0], TEXT, RunContext()).candidates[1]
     for kind in KINDS:
-        tried = typical_candidate(of_block, {kind})
-        assert tried is not None
+        (tried,) = typical_candidates(of_block, {kind})
         assert tried.shape.kind == kind
     ranks = sorted(c.shape.rank or 0 for c in of_block.candidates if c.shape.kind == "lowrank")
-    middle = typical_candidate(of_block, {"lowrank", "bias"})
-    assert middle is not None
+    (middle,) = typical_candidates(of_block, {"lowrank", "bias"})
     assert ranks[0] < (middle.shape.rank or 0) < ranks[-1]
-    usual = typical_candidate(of_block)
-    assert usual is not None
+    (usual,) = typical_candidates(of_block)
     assert usual.shape.kind == "pruned"
-    assert typical_candidate(replace(of_block, candidates=[]), {"linear"}) is None
+    assert typical_candidates(replace(of_block, candidates=[]), {"linear"}) == []
 
 
 # The order of the blocks
