@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
 from compressor.modeling_compressor import KeptHeads, Replacement
-from compressor.models.blocks import ATTENTION_RETURNS, AttentionOf, BranchIndex, find_attention, find_blocks
+from compressor.models.blocks import AttentionOf, BranchIndex, find_attention, find_blocks
 from compressor.models.heads import find_heads, record_attention
 from compressor.models.neurons import find_neurons
 from compressor.patch.checkpoint import write_checkpoint
@@ -279,7 +279,7 @@ def random_replacement(block: Any, shape: Shape, model: Any = None) -> Any:
     if block.is_attention:
         call = record_attention(model, [block])[block.layer]
         heads = find_heads(model, block, call)
-        given = {"returns": ATTENTION_RETURNS, "biased": heads is None or heads.biased}
+        given = {"returns": len(call.output), "biased": heads is None or heads.biased}
     if shape.neurons and block.is_attention:
         assert heads is not None
         assert shape.rank is not None

@@ -595,3 +595,25 @@ def attention_plan(
     plan: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     assert [branch["replacement"]["kind"] != "keep" for branch in plan["attention"]] == [False, True, False]
     return plan
+
+
+@pytest.mark.parametrize("words", [["--branches", "attention"], ["--branches", "all"]])
+def test_attention_is_profiled(
+    compress: Compress, models: Path, options: list[str], tmp_path: Path, words: list[str]
+) -> None:
+    command = ["profile", models / "gpt2", *options, *words, "--out", tmp_path / "report", "--json"]
+    done = compress(*command)
+    assert done.code == 0, done.err
+    record = json.loads(done.out)
+    assert len(record["attention"]) == 3
+    assert len(record["blocks"]) == (0 if words[1] == "attention" else 3)
+    for branch in record["attention"]:
+        assert branch["verdict"] in ("safe", "costly", "unsafe", None)
+        assert branch["swap"]["delta_ci95"][0] <= branch["swap"]["delta"] <= branch["swap"]["delta_ci95"][1]
+    assert (tmp_path / "report" / "report.html").is_file()
+    assert compress(*command[:-1], "--overwrite").code == 0
+
+
+def test_probes_are_of_ffns(refused: Refused, models: Path, options: list[str]) -> None:
+    words = ["--branches", "attention", "--probe", "bilinear"]
+    assert "--probe is about FFNs" in refused("profile", models / "gpt2", *options, *words, "--out", "report")
