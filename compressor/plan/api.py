@@ -66,6 +66,8 @@ def plan(
     context = context or RunContext()
     choices.refuse_unknown(len(find_blocks(model)))
     choices = choices.within({p.block.branch for p in profile.branches})
+    if not choices.searched_branches:
+        raise InputError("the profile has none of the branches that the choices allow; measure those too")
     blocks = find_branches(model, choices.searched_branches)
     if max_dppl is None and max_kl is None and remove is None:
         raise InputError("plan needs max_dppl, max_kl or remove, such as max_dppl=1.0, max_kl=0.02 or remove='10%'")

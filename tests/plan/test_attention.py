@@ -525,6 +525,9 @@ def test_a_profile_of_both_branches_serves_a_search_of_one() -> None:
     ffns = measure(model, TEXT, branches=("ffn",))
     plan = compressor.plan(model, ffns, TEXT, max_dppl="50%", objective="size")
     assert all(isinstance(index, int) for trial in plan.trials for index in trial.shapes)
+    for choices in (ATTENTION, Choices(blocks=(SECOND,))):
+        with pytest.raises(InputError, match="the profile has none of the branches that the choices allow"):
+            compressor.plan(model, ffns, TEXT, max_dppl="50%", choices=choices)
 
 
 def test_attention_is_planned_applied_and_loaded(
