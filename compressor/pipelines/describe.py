@@ -30,6 +30,7 @@ from compressor.patch.tree import Replacements
 from compressor.plan.calibration import Calibration
 from compressor.plan.removal import SizeTarget
 from compressor.plan.search import Plan
+from compressor.plan.shapes import describe_shape
 from compressor.report import record_parts as parts
 from compressor.report import search_parts, speed_parts
 from compressor.report.fidelity import Fidelity
@@ -167,7 +168,7 @@ def describe_calibration(calibration: Calibration) -> search_parts.Agreement:
     points = [
         search_parts.Prediction(
             index=layer_of(point.candidate.index),
-            replacement=str(point.candidate.shape),
+            replacement=describe_shape(point.candidate.index, point.candidate.shape),
             predicted=point.predicted,
             measured=point.measured,
             standard_error=point.error,
