@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zoo import FAMILIES, WIDTH, logits, tiny_model
+from zoo import FAMILIES, WIDTH, WITHOUT_UNITS, logits, tiny_model
 
 from compressor.modeling_compressor import COUNTS, KeptHeads, Replacement
 from compressor.models import heads as heads_module
@@ -17,8 +17,6 @@ from compressor.models.blocks import AttentionOf, find_attention, find_blocks
 from compressor.models.heads import LAYOUTS, Heads, Layout, anchor_layers, find_heads, record_attention
 from compressor.patch.tree import patched
 
-# A norm over all heads; four groups of heads that must stay of one size.
-WITHOUT_UNITS = {"olmo2", "codegen"}
 FALCON_RW: dict[str, Any] = {"alibi": True, "multi_query": False, "bias": True}
 FALCON_40B: dict[str, Any] = {"alibi": True, "new_decoder_architecture": True, "num_kv_heads": 2}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 4}
@@ -105,7 +103,7 @@ def test_units_with_what_attention_may_have_besides(name: str) -> None:
         assert heads.columns == heads.outer.shape[0] // units
     expected = logits(model)
     blocks = find_attention(model)
-    with patched(model, blocks, {AttentionOf(1): keep_all(heads_of(model))}):  # type: ignore[arg-type, dict-item]
+    with patched(model, blocks, {AttentionOf(1): keep_all(heads_of(model))}):
         torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -174,10 +172,7 @@ def test_a_unit_adds_its_columns_to_the_output(family: str) -> None:
     assert heads is not None
     residual = call.args[1] if block.residual_inside else 0
     bias = 0 if heads.outer_matrix.bias is None else heads.outer_matrix.bias
-    alone = [
-        keep_all(heads, [unit])(*call.args, **call.kwargs)[0] - residual - bias  # type: ignore[operator]
-        for unit in range(heads.count)
-    ]
+    alone = [keep_all(heads, [unit])(*call.args, **call.kwargs)[0] - residual - bias for unit in range(heads.count)]
     torch.testing.assert_close(sum(alone) + residual + bias, call.output[0], rtol=1e-4, atol=1e-5)
 
 
@@ -216,7 +211,7 @@ def test_other_counts_in_a_config_follow_the_stock_config() -> None:
     assert module.attention.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("family", sorted(WITHOUT_UNITS))
+@pytest.mark.parametrize("family", WITHOUT_UNITS)
 def test_attention_without_units_can_become_linear(family: str) -> None:
     model = tiny_model(family)
     blocks = find_attention(model)
@@ -225,7 +220,7 @@ def test_attention_without_units_can_become_linear(family: str) -> None:
     for rank in (None, 3, 0):
         module = Replacement(WIDTH, rank, blocks[1].residual_inside, returns=returns)
         nn.init.normal_(module.output_bias)
-        with patched(model, blocks, {AttentionOf(1): module}):  # type: ignore[dict-item]
+        with patched(model, blocks, {AttentionOf(1): module}):
             after = logits(model)
         assert after.isfinite().all()
         assert (after - before).abs().max() > 1e-3
