@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from torch import nn
 from zoo import FAMILIES, WIDTH, WITHOUT_UNITS, logits, tiny_model
 
@@ -196,6 +197,25 @@ def test_the_stock_module_stays_as_it_is() -> None:
     assert torch.equal(logits(model), expected)
     assert seen
     handle.remove()
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "falcon-new"])
+def test_a_model_that_accelerate_has_placed(family: str) -> None:
+    """The forward of its hooks is bound to the stock module."""
+    model = tiny_model(family)
+    expected = logits(model)
+    places = {name: "cpu" for name, module in model.named_modules() if not list(module.children())}
+    places |= {block.layer_path: "cpu" for block in find_attention(model)}
+    model = dispatch_model(model, places, main_device="cpu", force_hooks=True)
+    heads = heads_of(model)
+    assert heads is not None
+    module = keep_all(heads)
+    with patched(model, find_attention(model), {AttentionOf(1): module}):
+        torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
+        with torch.no_grad():
+            module.output_projection.weight.zero_()
+        assert (logits(model) - expected).abs().max() > 1e-3
+    assert torch.equal(logits(model), expected)
 
 
 def test_other_counts_in_a_config_follow_the_stock_config() -> None:
