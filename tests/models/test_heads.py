@@ -84,7 +84,7 @@ def test_units_are_found_and_counted(family: str) -> None:
         fixed = heads.fixed + (heads.width if heads.biased else 0)
         assert heads.size * heads.count + fixed == block.parameters
         assert heads.outer.shape == (heads.count * heads.columns, WIDTH)
-        assert heads.returns == 2
+        assert len(calls[block.layer].output) == 2
         whole = sum(p.numel() for p in keep_all(heads).parameters())
         assert whole == heads.size * heads.count + heads.fixed + heads.width  # the output projection gets a bias
         if heads.count > 1:
@@ -236,7 +236,7 @@ def test_attention_without_units_can_become_linear(family: str) -> None:
     model = tiny_model(family)
     blocks = find_attention(model)
     before = logits(model)
-    returns = record_attention(model, blocks)[1].returns
+    returns = len(record_attention(model, blocks)[1].output)
     for rank in (None, 3, 0):
         module = Replacement(WIDTH, rank, blocks[1].residual_inside, returns=returns)
         nn.init.normal_(module.output_bias)
