@@ -211,7 +211,8 @@ def test_a_new_model_of_the_config(family: str, tmp_path: Path) -> None:
 def test_lora_reaches_attention(family: str, tmp_path: Path) -> None:
     write(compressed(family, MIXED), tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    matrices = sum(isinstance(p, nn.Linear) for module in replacements(model).values() for p in module.modules())
+    modules = [module for path, module in replacements(model).items() if "attn" in path]
+    matrices = sum(isinstance(part, nn.Linear) for module in modules for part in module.modules())
     torch.manual_seed(0)
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4, lora_alpha=8))
     optimizer = torch.optim.Adam((p for p in adapted.parameters() if p.requires_grad), lr=1e-2)
@@ -224,8 +225,7 @@ def test_lora_reaches_attention(family: str, tmp_path: Path) -> None:
         optimizer.step()
     assert losses[-1] < 0.9 * losses[0]
     trained = [name for name, p in adapted.named_parameters() if "attn" in name and "lora_B" in name and p.any()]
-    assert len(trained) >= 8
-    assert sum("lora_B" in name for name, _ in adapted.named_parameters()) >= matrices
+    assert len(trained) == matrices
     expected = logits(adapted.eval())
     adapted.save_pretrained(tmp_path / "adapter")
     adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
