@@ -95,6 +95,16 @@ def tensors_with_stock_names(model: Any) -> dict[str, Tensor]:
     return state
 
 
+def buffers_with_stock_names(model: Any) -> dict[str, Tensor]:
+    """Every buffer of the model; those of kept heads have the names of the stock module."""
+    inside = {f"{attention.path}.attention.": f"{attention.path}." for attention in find_compressed_attention(model)}
+    found = {}
+    for name, buffer in model.named_buffers():
+        prefix = next((prefix for prefix in inside if name.startswith(prefix)), "")
+        found[inside.get(prefix, "") + name.removeprefix(prefix)] = buffer
+    return found
+
+
 def has_attention_of(model: nn.Module, kinds: Collection[str]) -> bool:
     return any(attention.kind in kinds for attention in find_compressed_attention(model))
 

@@ -14,7 +14,7 @@ from compressor.models.heads import find_heads, record_attention
 from compressor.patch.tree import patch
 from compressor.plan.shapes import Shape
 
-# Attention of a layer: a kind without heads ("linear", "lowrank", "bias"), the units that are kept, or these and a rank.
+# Attention of a layer: a kind without heads (linear, lowrank, bias), the units that are kept, or these and a rank.
 Kept = str | list[int] | tuple[list[int], int]
 EVERY_KIND: dict[int, Kept] = {0: [1], 1: "linear", 2: "bias", 3: "lowrank", 4: "bias", 5: [0]}
 FFNS = {1: Shape(3, 5), 2: Shape(0, 6), 3: Shape(None), 4: Shape(0)}
