@@ -301,14 +301,14 @@ def narrow_heads(config: Any, heads: Heads, units: int) -> Any | None:
         return config
     narrowed = copy.deepcopy(config)
     text_config = narrowed.get_text_config()
-    text_config.head_dim = heads.head_width
-    text_config.num_attention_heads = units * heads.queries
-    for key in ("num_key_value_heads", "num_kv_heads"):
-        if getattr(text_config, key, None) is not None:
-            setattr(text_config, key, units)
+    counts = {"num_attention_heads": units * heads.queries, "num_key_value_heads": units, "num_kv_heads": units}
     try:
+        text_config.head_dim = heads.head_width
+        for key, count in counts.items():
+            if getattr(text_config, key, None) is not None:
+                setattr(text_config, key, count)
         _, found = describe_stock_heads(type(narrowed).from_dict(narrowed.to_dict()))
-    except (ValueError, RuntimeError, InputError, StrictDataclassError):
+    except (AttributeError, ValueError, RuntimeError, InputError, StrictDataclassError):
         return None
     sizes = [(each.queries, each.head_width, each.columns) for each in (heads, found)]
     return narrowed if found.count == units and sizes[0] == sizes[1] else None
