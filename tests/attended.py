@@ -46,7 +46,7 @@ def random_attention(model: Any, block: Any, call: Any, kept: Kept) -> Any:
     generator = torch.Generator().manual_seed(block.layer)
     if isinstance(kept, str):
         rank = {"linear": None, "lowrank": 3, "bias": 0}[kept]
-        given = {"returns": call.returns, "biased": heads is None or heads.biased}
+        given = {"returns": 2, "biased": heads is None or heads.biased}
         module: Any = Replacement(block.width, rank, block.residual_inside, **given)
         parameters = list(module.parameters())
     else:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from compressor.modeling_compressor import replacements
-from compressor.models.blocks import find_attention
+from compressor.models.blocks import Block, find_attention
 from compressor.runtime.errors import InputError
 
 KINDS_WITH_HEADS = ("pruned", "hybrid")
@@ -30,11 +30,18 @@ DESCRIPTIONS = {
 
 @dataclass(frozen=True)
 class CompressedAttention:
-    """The attention of one layer that was compressed: the module that is there now, and its path."""
+    """The attention of one layer that was compressed, and the module that is there now."""
 
-    layer: int
-    path: str
+    block: Block
     module: Any
+
+    @property
+    def layer(self) -> int:
+        return self.block.layer
+
+    @property
+    def path(self) -> str:
+        return self.block.path
 
     @property
     def kind(self) -> str:
@@ -78,11 +85,7 @@ class NoAttention(nn.Module):
 def find_compressed_attention(model: nn.Module) -> list[CompressedAttention]:
     """The attention of every layer in which it was compressed, in order of depth."""
     found = replacements(model)
-    return [
-        CompressedAttention(block.layer, block.path, found[block.path])
-        for block in find_attention(model)
-        if block.path in found
-    ]
+    return [CompressedAttention(block, found[block.path]) for block in find_attention(model) if block.path in found]
 
 
 def tensors_with_stock_names(model: Any) -> dict[str, Tensor]:

@@ -269,33 +269,34 @@ def find_stock_heads(model: Any, config: Any) -> Any:
     refuse_attention(
         model, ("linear", "lowrank", "hybrid"), "a stock architecture has heads in its layers and nothing else"
     )
-    _, heads = describe_stock_heads(config)
+    block = find_attention(model)[0]
+    _, heads = describe_stock_heads(config, block)
     fewest = most_units(model, heads.count)
-    candidates = (narrow_heads(config, heads, units) for units in range(fewest, heads.count + 1))
+    candidates = (narrow_heads(config, block, heads, units) for units in range(fewest, heads.count + 1))
     narrowed = next(candidate for candidate in candidates if candidate is not None)
-    if all(attention.bias is None for attention in compressed) or describe_stock_heads(narrowed)[1].biased:
+    if all(attention.bias is None for attention in compressed) or describe_stock_heads(narrowed, block)[1].biased:
         return narrowed
     for key in ATTENTION_BIAS_KEYS:
         biased = copy.deepcopy(narrowed)
         if getattr(biased.get_text_config(), key, None) is False:
             setattr(biased.get_text_config(), key, True)
-            if describe_stock_heads(biased)[1].biased:
+            if describe_stock_heads(biased, block)[1].biased:
                 return biased
     raise InputError(
         f"{family} has no bias at {heads.layout.output}, and compressed attention has one that is not zero"
     )
 
 
-def describe_stock_heads(config: Any) -> tuple[Any, Heads]:
-    """The empty stock model of a config, and the heads of its first layer."""
+def describe_stock_heads(config: Any, attention: Block) -> tuple[Any, Heads]:
+    """The empty stock model of a config, and the heads of this attention in it."""
     model = build_empty(config)
-    heads = describe_heads(model, find_attention(model)[0], AttentionCall((), {}, None, torch.empty(0)))
+    heads = describe_heads(model, attention, AttentionCall((), {}, None, torch.empty(0)))
     if heads is None:
         raise InputError(f"the heads of this {config.model_type} cannot be told apart")
     return model, heads
 
 
-def narrow_heads(config: Any, heads: Heads, units: int) -> Any | None:
+def narrow_heads(config: Any, attention: Block, heads: Heads, units: int) -> Any | None:
     """The config with so many key-value heads of the same width, or None where it cannot say that."""
     if units == heads.count:
         return config
@@ -307,7 +308,7 @@ def narrow_heads(config: Any, heads: Heads, units: int) -> Any | None:
         for key, count in counts.items():
             if getattr(text_config, key, None) is not None:
                 setattr(text_config, key, count)
-        _, found = describe_stock_heads(type(narrowed).from_dict(narrowed.to_dict()))
+        _, found = describe_stock_heads(type(narrowed).from_dict(narrowed.to_dict()), attention)
     except (AttributeError, ValueError, RuntimeError, InputError, StrictDataclassError):
         return None
     sizes = [(each.queries, each.head_width, each.columns) for each in (heads, found)]
@@ -319,7 +320,7 @@ def spread_heads(attention: CompressedAttention, config: Any) -> tuple[dict[str,
 
     Heads stay where they were if the stock module has as many as before: with ALiBi, a head is known by its number.
     """
-    model, heads = describe_stock_heads(config)
+    model, heads = describe_stock_heads(config, attention.block)
     stock = model.get_submodule(attention.path)
     kept, output = attention.tensors(), heads.layout.output
     if attention.bias is not None:
