@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from compressor.modeling_compressor import replacements
-from compressor.models.blocks import Block, find_attention
+from compressor.models.blocks import Block, find_attention, find_blocks
 from compressor.runtime.errors import InputError
 
 KINDS_WITH_HEADS = ("pruned", "hybrid")
@@ -151,7 +151,7 @@ def name_layers(layers: Any) -> str:
 def most_units(model: nn.Module, units: int) -> int:
     """The most key-value heads that a layer has left, where stock attention has so many."""
     compressed = {attention.layer: attention.units for attention in find_compressed_attention(model)}
-    return max(1, *(compressed.get(block.layer, units) for block in find_attention(model)))
+    return max(1, *(compressed.get(block.layer, units) for block in find_blocks(model)))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from compressor.export.llama import LLAMA_TYPES, Llama, block_widths, convert_to
 from compressor.export.onnx import require_packages, write_onnx
 from compressor.export.stock import build_empty, convert_to_stock, describe_stock_heads, stock_config
 from compressor.modeling_compressor import replacements
-from compressor.models.blocks import find_attention, find_blocks
+from compressor.models.blocks import find_blocks
 from compressor.models.load import load_model, quiet
 from compressor.models.source import source_of, stored_dtype
 from compressor.patch.checkpoint import count_parameters, write_checkpoint
@@ -294,9 +294,10 @@ def list_heads(job: ExportJob, llama: Any) -> dict[str, list[int]]:
 
 def list_stock_heads(job: ExportJob, stock: Any) -> dict[str, list[int]]:
     """The same for a stock model, all of whose layers have as many heads."""
-    if not find_compressed_attention(job.model):
+    compressed = find_compressed_attention(job.model)
+    if not compressed:
         return {}
-    _, heads = describe_stock_heads(stock.config, find_attention(job.model)[0])
+    _, heads = describe_stock_heads(stock.config, compressed[0].block)
     layers = len(find_blocks(stock))
     return {"heads": [heads.count * heads.queries] * layers, "key_value_heads": [heads.count] * layers}
 

@@ -208,6 +208,7 @@ def arrange_heads(model: Any, config: LlamaConfig, tensors: dict[str, Tensor], g
             found, kept = heads_of_zeros(config.hidden_size, queries * width, width), 1
             if attention.bias is not None:
                 found["o_proj.bias"] = attention.bias * find_multipliers(model.config, config)["residual"]
+                config.attention_bias = True
         then = HeadSizes(units, queries, width)
         if grouped:
             groups = next(count for count in range(kept, units + 1) if units * queries % count == 0)

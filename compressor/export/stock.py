@@ -25,7 +25,7 @@ from compressor.export.attention import (
     tensors_with_stock_names,
 )
 from compressor.export.fold import OrdinaryBlock, fold, neurons_needed, read_ordinary_block
-from compressor.models.blocks import Block, find_attention, find_blocks, modules_of
+from compressor.models.blocks import Block, find_blocks, modules_of
 from compressor.models.heads import AttentionCall, Heads, describe_heads
 from compressor.models.neurons import Matrix, find_neurons
 from compressor.runtime.errors import InputError
@@ -248,10 +248,13 @@ def convert_to_stock(model: Any) -> tuple[Any, list[int]]:
     config, layout = widen_blocks(config, layout, max(needed))
     blocks = [ffn.padded(max(needed)) for ffn in fold_blocks(model, layout)]
     tensors, buffers = tensors_with_stock_names(model), buffers_with_stock_names(model)
-    for attention in find_compressed_attention(model):
-        found, made = spread_heads(attention, config)
-        tensors |= {f"{attention.path}.{name}": tensor for name, tensor in found.items()}
-        buffers = {f"{attention.path}.{name}": tensor for name, tensor in made.items()} | buffers
+    compressed = find_compressed_attention(model)
+    if compressed:
+        empty, heads = describe_stock_heads(config, compressed[0].block)
+        for attention in compressed:
+            found, made = spread_heads(attention, empty.get_submodule(attention.path), heads)
+            tensors |= {f"{attention.path}.{name}": tensor for name, tensor in found.items()}
+            buffers = {f"{attention.path}.{name}": tensor for name, tensor in made.items()} | buffers
     stock = assemble(config, layout, tensors, blocks, buffers)
     stock.generation_config = copy.deepcopy(model.generation_config)
     return stock, needed
@@ -269,7 +272,7 @@ def find_stock_heads(model: Any, config: Any) -> Any:
     refuse_attention(
         model, ("linear", "lowrank", "hybrid"), "a stock architecture has heads in its layers and nothing else"
     )
-    block = find_attention(model)[0]
+    block = compressed[0].block
     _, heads = describe_stock_heads(config, block)
     fewest = most_units(model, heads.count)
     candidates = (narrow_heads(config, block, heads, units) for units in range(fewest, heads.count + 1))
@@ -315,13 +318,13 @@ def narrow_heads(config: Any, attention: Block, heads: Heads, units: int) -> Any
     return narrowed if found.count == units and sizes[0] == sizes[1] else None
 
 
-def spread_heads(attention: CompressedAttention, config: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def spread_heads(
+    attention: CompressedAttention, stock: nn.Module, heads: Heads
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The tensors of the stock module, with zeros for the heads that are gone, and buffers for it if it is a constant.
 
     Heads stay where they were if the stock module has as many as before: with ALiBi, a head is known by its number.
     """
-    model, heads = describe_stock_heads(config, attention.block)
-    stock = model.get_submodule(attention.path)
     kept, output = attention.tensors(), heads.layout.output
     if attention.bias is not None:
         kept[f"{output}.bias"] = attention.bias

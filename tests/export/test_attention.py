@@ -221,6 +221,14 @@ def test_a_llama_with_as_many_heads_in_all_layers(family: str, kinds: dict[int, 
     assert (config.num_attention_heads, config.num_key_value_heads) == head_counts(llama)[0]
 
 
+def test_a_constant_alone_needs_an_output_bias_in_a_stock_llama() -> None:
+    model = compressed_attention("mistral", {1: "bias"}, THREE_FFNS)
+    llama = convert_to_llama(model, uniform=True).model
+    assert llama.config.attention_bias
+    assert difference(model, llama) < 2e-6
+    assert not convert_to_llama(model).model.config.attention_bias  # the block before adds it
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "starcoder2"])
 def test_a_stock_checkpoint_with_fewer_heads_needs_no_code(compress: Compress, family: str, tmp_path: Path) -> None:
     model = compressed_attention(family, ONE_UNIT, THREE_FFNS)
