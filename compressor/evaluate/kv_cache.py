@@ -18,9 +18,9 @@ def kv_cache_bytes(model: Any) -> int | None:
     family, and with attention replaced. None for a model without such a cache.
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
-    cache = getattr(model(input_ids=token, use_cache=True), "past_key_values", None)
+    cache: Any = getattr(model(input_ids=token, use_cache=True), "past_key_values", None)
     if not hasattr(cache, "layers"):
         return None
     filled = [layer for layer in cache.layers if layer.is_initialized]
-    values = sum(layer.keys.numel() + layer.values.numel() for layer in filled)
+    values: int = sum(layer.keys.numel() + layer.values.numel() for layer in filled)
     return values * stored_dtype(model).itemsize

@@ -14,6 +14,8 @@ import pytest
 from report.records import (
     assessment,
     assessment_values,
+    attending,
+    attending_profile,
     hostile_assessment,
     hostile_profile,
     mix_figures,
@@ -41,6 +43,8 @@ RECORDS: dict[str, Callable[[], Any]] = {
     "thirty": lambda: assessment(30),
     "profile": profile,
     "profiles": profile_set,
+    "attention": lambda: attending(30),
+    "attention profile": attending_profile,
     "hostile": hostile_assessment,
     "hostile profile": hostile_profile,
     "broken": lambda: Record.model_validate(mix_figures(assessment_values(), cycle(BROKEN))),
