@@ -14,11 +14,11 @@ from compressor.report.formats import (
     SAME_SPEED,
     asked_size,
     cache_change,
-    cache_words,
     last_part,
     name_replacement,
     name_verdict,
     ratio_interval,
+    say_cache,
 )
 from compressor.report.record import Record, SavedRecord
 from compressor.report.record_parts import Block, SavedBlock, Source, TextResult, present
@@ -125,7 +125,7 @@ def opening_section(record: Record | SavedRecord) -> list[str]:
         size = record.parameters
         changes = "; ".join(change_of(name, text) for name, text in record.text_results().items())
         nearness = f" {record.fidelity}." if record.fidelity else ""
-        cache = f" The {cache_words(record.kv_cache)}." if record.kv_cache and record.kv_cache.shrinks else ""
+        cache = "".join(f" {sentence}" for sentence in say_cache(record.kv_cache))
         lines.append(
             f"**{present(size.removed_fraction):.1%} of the parameters are gone** ({present(size.before):,} → "
             f"{present(size.after):,}), and {changes}.{nearness}{cache}\n"

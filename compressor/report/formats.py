@@ -128,6 +128,15 @@ def cache_words(cache: KVCache | None) -> str:
     )
 
 
+def say_cache(cache: KVCache | None) -> list[str]:
+    """How much less the key-value cache takes, in a sentence, where it does."""
+    if cache is None or not cache.shrinks:
+        return []
+    before, after = cache.bytes_per_token_before or 0, cache.bytes_per_token_after or 0
+    less = f"{percent(1 - after / before)} less: {before:,} → {after:,} bytes per token ({cache.dtype})"
+    return [f"The key-value cache takes {less}."]
+
+
 def cache_change(cache: KVCache) -> str:
     """How much smaller the key-value cache is: `−33.3 %`, or that it is not."""
     before, after = cache.bytes_per_token_before, cache.bytes_per_token_after

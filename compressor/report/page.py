@@ -28,7 +28,6 @@ from compressor.report.formats import (
     block_numbers,
     branch_numbers,
     cache_change,
-    cache_words,
     chosen_elsewhere,
     ends,
     interval,
@@ -40,6 +39,7 @@ from compressor.report.formats import (
     percent,
     ratio_interval,
     ridge_differs,
+    say_cache,
 )
 from compressor.report.record import ProfileSet, Record
 from compressor.report.record_parts import SIZE_CHECK, Block, Sample, TopRow
@@ -233,8 +233,7 @@ def headline(record: Record) -> Answer:
         said += f" ({asked_size(record.budget.remove)})"
     loss, good = say_cost(record)
     nearness, near = say_fidelity(record)
-    smaller = [f"The {cache_words(record.kv_cache)}."] if record.kv_cache and record.kv_cache.shrinks else []
-    sentences, good = [f"{said}{loss}.", *nearness, *smaller], good and near
+    sentences, good = [f"{said}{loss}.", *nearness, *say_cache(record.kv_cache)], good and near
     failed = [check.name for check in record.checks if not check.passed]
     if failed or record.passed is False:
         good = False
