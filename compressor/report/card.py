@@ -312,7 +312,7 @@ KINDS = """Now: `linear` is one matrix, `lowrank 48` two thin ones, `pruned 472`
 `hybrid 472 rank 48` both, `bias` a constant; a dot is a block that stayed as it was.
 """
 HEADS = """Attention keeps some of its heads (`pruned 2 of 3 heads`), perhaps with a thin map beside them
-(`hybrid 2 of 3 heads rank 48`), or becomes a map without heads. A key-value head goes with all query heads that read it.
+(`hybrid 2 of 3 heads rank 48`), or becomes a map without heads. A key-value head goes with all its query heads.
 """
 LOADING = """## Load
 
