@@ -132,14 +132,16 @@ def draw_linearity(rows: Sequence[Row], seen: Sequence[str], title: str, legend:
 
 def draw_parameters(rows: Sequence[Row]) -> alt.LayerChart:
     """A bar for what each block was, and one in it for what is left; attention's stand beside the FFN's."""
-    names = {"before": {FFN: "before", ATTENTION: "before"}, "after": {FFN: "after", ATTENTION: "after, attention"}}
+    after_ffn = f"after, {FFN}" if any(row["branch"] == ATTENTION for row in rows) else "after"
+    after_attention = f"after, {ATTENTION}"
+    names = {"before": dict.fromkeys((FFN, ATTENTION), "before"), "after": {FFN: after_ffn, ATTENTION: after_attention}}
     sized = [
         {"index": r["index"], "branch": r["branch"], "which": names[side][r["branch"]], "size": r[side]}
         | {"note": r["note"]}
         for side in names
         for r in rows
     ]
-    colours = {"before": BEFORE, "after": SERIES[0], "after, attention": SERIES[1]}
+    colours = {"before": BEFORE, after_ffn: SERIES[0], after_attention: SERIES[1]}
     seen = [name for name in colours if any(row["which"] == name for row in sized)]
     y = alt.Y("size:Q", title="parameters", stack=None, axis=alt.Axis(format="~s", tickCount=4))
     colour = by_name("which", seen, [colours[name] for name in seen])

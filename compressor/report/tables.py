@@ -82,10 +82,8 @@ def attention_lines(record: Record) -> list[str]:
     found = by_verdict(record.attention)
     counts = [f"{len(indices)} {name_verdict(word)}" for word, indices in found.items() if indices or word]
     unsafe = f" ({block_numbers(found['unsafe'])})" if found["unsafe"] else ""
-    replaced = count_kinds(record.attention)
-    kept = replaced.pop("keep", 0)
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(replaced.items()))
-    more = f"; {len(record.attention) - kept} of {len(record.attention)} replaced ({kinds})" if kinds else ""
+    replaced = sum(block.replacement.kind != "keep" for block in record.attention)
+    more = f"; {replaced} of {len(record.attention)} replaced ({list_kinds(record.attention)})" if replaced else ""
     counts[2] += unsafe
     return [f"attention: {', '.join(counts)}{more}"]
 
@@ -247,7 +245,7 @@ def size_row(check: Check, parameters: Parameters) -> list[str]:
 
 def baseline_row(check: Check) -> list[str]:
     measured, limit = (
-        MISSING if value is None else f"{value:.4f}" if abs(value) < 1e4 else f"{value:,.0f}"
+        MISSING if value is None else f"{value:.4f}" if abs(value) < 1e3 else f"{value:,.0f}"
         for value in (check.measured, check.limit)
     )
     figures = ["", measured] if check.name.endswith("compressed") else [measured, ""]
@@ -395,16 +393,20 @@ def info_lines(record: Record | SavedRecord) -> list[str]:
 
 def replaced_lines(blocks: Sequence[SavedBlock], attention: Sequence[SavedBlock]) -> list[str]:
     """What is replaced in a checkpoint, counted by kind."""
-    parts = [
-        f"{len(found)} {what} ({', '.join(f'{n} {kind}' for kind, n in sorted(count_kinds(found).items()))})"
-        for what, found in (("FFNs", blocks), ("attentions", attention))
-        if found
-    ]
-    return [f"replaced: {', '.join(parts)}"] if parts else []
+    counted = [f"{name_count(len(blocks), 'FFN')} ({list_kinds(blocks)})"] if blocks else []
+    if attention:
+        counted.append(f"the attention of {name_count(len(attention), 'layer')} ({list_kinds(attention)})")
+    return [f"replaced: {' and '.join(counted)}"] if counted else []
 
 
-def count_kinds(blocks: Sequence[Block | SavedBlock]) -> Counter[str]:
-    return Counter(block.replacement.kind for block in blocks)
+def name_count(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def list_kinds(blocks: Sequence[Block | SavedBlock]) -> str:
+    """How many blocks were replaced by what: `2 hybrid, 1 pruned`."""
+    kinds = Counter(block.replacement.kind for block in blocks if block.replacement.kind != "keep")
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
 
 
 def weights_lines(record: Record | SavedRecord) -> list[str]:

@@ -268,6 +268,11 @@ def hostile_assessment() -> Record:
     return Record.model_validate(values)
 
 
+def hostile_attention() -> Record:
+    values = with_attention(assessment_values())
+    return Record.model_validate({**poison(values), "kv_cache": values["kv_cache"]})
+
+
 def hostile_profile() -> Record:
     return Record.model_validate(poison(profile_values(5)))
 

@@ -17,6 +17,7 @@ from report.records import (
     attending,
     attending_profile,
     hostile_assessment,
+    hostile_attention,
     hostile_profile,
     mix_figures,
     profile,
@@ -47,6 +48,7 @@ RECORDS: dict[str, Callable[[], Any]] = {
     "attention profile": attending_profile,
     "hostile": hostile_assessment,
     "hostile profile": hostile_profile,
+    "hostile attention": hostile_attention,
     "broken": lambda: Record.model_validate(mix_figures(assessment_values(), cycle(BROKEN))),
     "broken profile": lambda: Record.model_validate(mix_figures(profile_values(5), cycle(BROKEN))),
 }
