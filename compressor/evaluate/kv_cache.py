@@ -21,6 +21,5 @@ def kv_cache_bytes(model: Any) -> int | None:
     cache: Any = getattr(model(input_ids=token, use_cache=True), "past_key_values", None)
     if not hasattr(cache, "layers"):
         return None
-    filled = [layer for layer in cache.layers if layer.is_initialized]
-    values: int = sum(layer.keys.numel() + layer.values.numel() for layer in filled)
-    return values * stored_dtype(model).itemsize
+    stored = [kept for layer in cache.layers for kept in (layer.keys, layer.values) if kept is not None]
+    return sum(kept.numel() for kept in stored) * stored_dtype(model).itemsize
