@@ -22,4 +22,5 @@ def kv_cache_bytes(model: Any) -> int | None:
     if not hasattr(cache, "layers"):
         return None
     stored = [kept for layer in cache.layers for kept in (layer.keys, layer.values) if kept is not None]
-    return sum(kept.numel() for kept in stored) * stored_dtype(model).itemsize
+    values: int = sum(kept.numel() for kept in stored)
+    return values * stored_dtype(model).itemsize
