@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import cache_utils
 from transformers.activations import ACT2FN
 from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -27,11 +28,17 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 METHOD = "compressor"
-SCHEMA_VERSION = 2  # 1: a replacement's weights were bare parameters; since 2 they are those of nn.Linear modules
-# What later versions added to the spec of a replacement, and what it was before.
-FIRST_SPECS = {"activation": None, "gated": False, "inner_bias": False, "returns": 0, "biased": True}
+# 1: a replacement's weights were bare parameters; since 2 they are those of nn.Linear modules; 3 knows attention.
+# A checkpoint is of the first version that says all that is in it.
+SCHEMA_VERSION = 3
+# What later versions added to the spec of a replacement, and what it was before; attention's alone is left out there.
+ATTENTION_SPECS = {"returns": 0, "biased": True}
+FIRST_SPECS = {"activation": None, "gated": False, "inner_bias": False, **ATTENTION_SPECS}
 SPEC_KEYS = {"kind", "rank", "neurons", "width", "residual_inside", "bypass", *FIRST_SPECS}
 HEADS_KEYS = {"kind", "rank", "heads", "width", "residual_inside", "bypass", "inputs", "output", "counts", "per_head"}
+# Attributes of attention modules, or of their configs, that say how many heads there are or how wide they are together.
+COUNTS = {"num_heads", "num_attention_heads", "n_heads", "num_key_value_heads", "num_kv_heads", "split_size"}
+COUNTS |= {"embed_dim", "config.num_attention_heads"}
 FILE_NAME = "modeling_compressor.py"
 AUTO_MAP = {
     "AutoConfig": "modeling_compressor.CompressedConfig",
@@ -87,6 +94,7 @@ class Replacement(nn.Module):
         self.returns, self.biased = returns, biased or neurons > 0 or rank == 0
         self.bypass: tuple[str, ...] = ()  # modules that become identities because this one does their work
         self.guard = ""  # the stock weight that is gone: see `save_pretrained`
+        self.cache_index: int | None = None  # the number of the cache's layer that attention would write to
 
         linear = functools.partial(zero_linear, dtype=dtype, device=device)
         if activation is not None:
@@ -103,7 +111,9 @@ class Replacement(nn.Module):
         elif not neurons:
             self.bias = nn.Parameter(torch.zeros(width, dtype=dtype, device=device))
 
-    def forward(self, hidden_states: Tensor, residual: Tensor | None = None, *_: Any, **__: Any) -> Any:
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        if self.cache_index is not None:
+            leave_cache(self.cache_index, residual, *args, *kwargs.values())
         if self.kind == "bias":
             output = self.bias.expand(hidden_states.shape).clone()  # a copy: Falcon adds to the output in place
         elif self.neurons:
@@ -154,7 +164,8 @@ class Replacement(nn.Module):
         """This replacement without its weights, as config.json keeps it."""
         names = ("kind", "rank", "neurons", "width", "residual_inside", "activation", "gated", "returns", "biased")
         found = {name: getattr(self, name) for name in names}
-        return {**found, "inner_bias": self.has_inner_bias, "bypass": list(self.bypass)}
+        found |= {"inner_bias": self.has_inner_bias, "bypass": list(self.bypass)}
+        return {key: value for key, value in found.items() if ATTENTION_SPECS.get(key, ...) != value}
 
     def extra_repr(self) -> str:
         return f"{self.kind}, width={self.width}, rank={self.rank}, neurons={self.neurons}"
@@ -166,12 +177,13 @@ class KeptHeads(nn.Module):
     Heads go in units: a key-value head with all of its query heads. `heads` are the numbers of the units that are kept.
     `inputs` are the stock module's projections of x with the outputs that they have left, `output` its output
     projection with the inputs that are left; `counts` are attributes of the stock module (or of its config, as
-    "config.NAME") that say how many heads there are, and `per_head` the argument, if any, that has a part for each
-    query head, such as ALiBi's slopes, as its name, its position and the number of heads that the model has (`heads`
-    are query heads then). The output projection always has a bias. A `rank` of 0 has no up and down.
+    "config.NAME") that say how many heads there are. `per_head` is None, or says which arguments have a part for each
+    query head, such as ALiBi's slopes: {"heads": query heads of the stock module, "arguments": {name: position}}. The
+    output projection always has a bias. A `rank` of 0 has no up and down.
     """
 
     is_compressor_replacement = True
+    first_names = staticmethod(dict[str, str])  # checkpoints of schema 1 had no kept heads
 
     def __init__(
         self,
@@ -183,7 +195,7 @@ class KeptHeads(nn.Module):
         output: tuple[str, int],
         counts: Mapping[str, int],
         residual_inside: bool = False,
-        per_head: Sequence[Any] | None = None,
+        per_head: Mapping[str, Any] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -191,18 +203,29 @@ class KeptHeads(nn.Module):
         if not 0 <= rank < width or not heads:
             raise ValueError(f"kept heads have at least one head and a rank below {width}, got {len(heads)} and {rank}")
         self.width, self.rank, self.residual_inside = width, rank, residual_inside
-        self.heads, self.inputs, self.output = list(heads), dict(inputs), (output[0], int(output[1]))
-        self.counts, self.per_head = dict(counts), per_head and list(per_head)
+        self.heads, self.inputs, self.output = list(heads), dict(inputs), (output[0], output[1])
+        self.counts = dict(counts)
+        self.per_head = per_head and {"heads": per_head["heads"], "arguments": dict(per_head["arguments"])}
+        self.units = count_units(attention, self)
+        if matrix_shape(getattr(attention, output[0]))[0] != width:
+            raise ValueError(f"{output[0]} of {type(attention).__name__} has not the width {width}")
+        if self.per_head and self.per_head["heads"] % self.units:
+            raise ValueError(f"{self.per_head['heads']} query heads cannot belong to {self.units} key-value heads")
         self.bypass: tuple[str, ...] = ()
         self.guard = ""
-        self.attention = narrow(attention, self.inputs, self.output, self.counts, dtype=dtype, device=device)
+        self.cache_index: int | None = None
+        self.attention = narrow(attention, self, dtype=dtype, device=device)
         if rank > 0:
             self.down = zero_linear(width, rank, False, dtype=dtype, device=device)
             self.up = zero_linear(rank, width, False, dtype=dtype, device=device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.per_head is not None:
-            args, kwargs = self.select_heads(args, kwargs)
+            for name, position in self.per_head["arguments"].items():
+                if name in kwargs:
+                    kwargs = {**kwargs, name: self.select_heads(kwargs[name])}
+                elif len(args) > position:
+                    args = (*args[:position], self.select_heads(args[position]), *args[position + 1 :])
         output = self.attention(*args, **kwargs)
         if self.rank == 0:
             return output
@@ -210,16 +233,14 @@ class KeptHeads(nn.Module):
         beside = self.up(self.down(hidden_states))
         return (output[0] + beside, *output[1:]) if isinstance(output, (tuple, list)) else output + beside
 
-    def select_heads(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with only the kept heads' parts of the one that has a part for each head."""
-        name, position, total = self.per_head  # type: ignore[misc]
-        values = kwargs[name] if name in kwargs else args[position] if len(args) > position else None
-        if values is None:
-            return args, kwargs
-        values = values.reshape(-1, total, *values.shape[1:])[:, self.heads].flatten(0, 1)
-        if name in kwargs:
-            return args, {**kwargs, name: values}
-        return (*args[:position], values, *args[position + 1 :]), kwargs
+    def select_heads(self, values: Any) -> Any:
+        """The kept heads' parts of an argument: [batch, heads, …] or [batch · heads, …]; one part is for all heads."""
+        total: int = self.per_head["heads"]  # type: ignore[index]
+        if not isinstance(values, Tensor) or (values.ndim == 4 and values.shape[1] != total):
+            return values
+        parts = values if values.ndim == 4 else values.reshape(-1, total, *values.shape[1:])
+        kept = parts.reshape(len(parts), self.units, -1, *parts.shape[2:])[:, self.heads].flatten(1, 2)
+        return kept if values.ndim == 4 else kept.flatten(0, 1)
 
     @property
     def kind(self) -> str:
@@ -243,49 +264,87 @@ class KeptHeads(nn.Module):
         return f"{self.kind}, width={self.width}, rank={self.rank}, heads={self.heads}"
 
 
-def zero_linear(
-    inputs: int,
-    outputs: int,
-    bias: bool,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-) -> nn.Linear:
+def zero_linear(inputs: int, outputs: int, bias: bool, **placement: Any) -> nn.Linear:
     """A linear layer whose parameters are zero; no random numbers are drawn."""
     with torch.device("meta"):
         module = nn.Linear(inputs, outputs, bias=bias)
     for name, parameter in list(module.named_parameters()):
-        setattr(module, name, nn.Parameter(torch.zeros(parameter.shape, dtype=dtype, device=device)))
+        setattr(module, name, nn.Parameter(torch.zeros(parameter.shape, **placement)))
     return module
 
 
-def narrow(
-    stock: Any, inputs: Mapping[str, int], output: tuple[str, int], counts: Mapping[str, int], **placement: Any
-) -> Any:
-    """A copy of a stock attention module whose projections have fewer heads, all zeros; the stock one stays as it is.
+def leave_cache(index: int, *arguments: Any) -> None:
+    """Mark this layer as one that keeps nothing, in the cache that is among the arguments, if one is.
 
-    A config whose counts change is copied too.
+    Else a cache that moves its layers to the CPU would fetch this one instead of the next, and one with a sliding
+    window could not be cut. Early versions of transformers 5 have no such mark.
     """
+    for cache in arguments if hasattr(cache_utils, "DummyLayer") else ():
+        layers = cache.layers if isinstance(cache, cache_utils.Cache) else []
+        if index < len(layers) and not layers[index].is_initialized:
+            layers[index] = cache_utils.DummyLayer()
+
+
+class OtherCounts:
+    """A config in which some counts are others; the rest is read from the stock config, which may change."""
+
+    def __init__(self, stock: Any, counts: Mapping[str, int]) -> None:
+        self.__dict__.update(counts, stock=stock)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "stock" or name.startswith("__"):  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.stock, name)
+
+
+def count_units(stock: Any, module: KeptHeads) -> int:
+    """How many units the stock attention has, or a ValueError where the kept ones cannot be some of them."""
+    heads, output, kept, name = module.heads, module.output, len(module.heads), type(stock).__name__
+    sizes = {}  # of all units and of the kept ones
+    for part, size in (*module.inputs.items(), output):
+        if not isinstance(getattr(getattr(stock, part, None), "weight", None), Tensor):
+            raise ValueError(f"{name} has no projection that is called {part}")
+        sizes[part] = (matrix_shape(getattr(stock, part))[part == output[0]], size)
+    for part, size in module.counts.items():
+        owner, attribute = (stock.config, part[7:]) if part.startswith("config.") else (stock, part)
+        if part not in COUNTS or not isinstance(getattr(owner, attribute, None), int):
+            raise ValueError(f"{name} has no count of heads that is called {part}")
+        sizes[part] = (getattr(owner, attribute), size)
+    units = sizes[output[0]][0] * kept // max(output[1], 1)
+    if {*map(type, heads)} != {int} or sorted({*heads}) != [*heads] or not 0 <= heads[0] <= heads[-1] < units:
+        raise ValueError(f"the kept heads {list(heads)} are not some of the {units} of {name} in their order")
+    for part, (whole, size) in sizes.items():
+        if whole % units or whole // units * kept != size or type(size) is not int:
+            raise ValueError(f"{kept} of {units} heads of {name} leave {whole * kept / units:g} of {part}, not {size}")
+    return units
+
+
+def matrix_shape(module: Any) -> tuple[int, int]:
+    """Outputs and inputs of a linear module; the matrix of a Conv1D is stored transposed."""
+    outputs, inputs = module.weight.shape if isinstance(module, nn.Linear) else module.weight.T.shape
+    return outputs, inputs
+
+
+def narrow(stock: Any, kept: KeptHeads, **placement: Any) -> Any:
+    """A copy of a stock attention module, which stays as it is, with projections of fewer heads, all zeros."""
     module = copy.copy(stock)
-    for name, value in stock.__dict__.items():
-        if isinstance(value, dict):  # of parameters, buffers, modules and hooks
-            module.__dict__[name] = copy.copy(value)
-    projections = {name: (None, rows) for name, rows in inputs.items()} | {output[0]: (output[1], None)}
-    for name, child in list(stock.named_children()):
+    module.__dict__.update(vars(nn.Module()))  # without hooks, and without the forward of accelerate's
+    for name in ("forward", "_old_forward", "_hf_hook"):
+        module.__dict__.pop(name, None)
+    for name in ("training", "_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+        module.__dict__[name] = copy.copy(stock.__dict__[name])
+    projections = {name: (None, rows) for name, rows in kept.inputs.items()} | {kept.output[0]: (kept.output[1], None)}
+    for name, child in stock.named_children():
         if name not in projections:
             setattr(module, name, copy.deepcopy(child))
     for name, (columns, rows) in projections.items():
-        weight = getattr(stock, name).weight
-        outputs, features = weight.shape if isinstance(getattr(stock, name), nn.Linear) else weight.T.shape
-        biased = getattr(stock, name).bias is not None or name == output[0]
+        outputs, features = matrix_shape(getattr(stock, name))
+        biased = getattr(stock, name).bias is not None or name == kept.output[0]
         setattr(module, name, zero_linear(columns or features, rows or outputs, biased, **placement))
-    for name, count in counts.items():
-        place, _, attribute = name.rpartition(".")
-        if place:
-            module.config = copy.copy(module.config)
-        owner = module.config if place else module
-        if not isinstance(getattr(owner, attribute, None), int):
-            raise ValueError(f"{type(stock).__name__} has no count of heads that is called {name}")
-        setattr(owner, attribute, int(count))
+    module.__dict__.update((name, count) for name, count in kept.counts.items() if not name.startswith("config."))
+    in_config = {name[7:]: count for name, count in kept.counts.items() if name.startswith("config.")}
+    if in_config:
+        module.config = OtherCounts(stock.config, in_config)
     return module
 
 
@@ -299,18 +358,19 @@ def build(spec: Mapping[str, Any], stock: nn.Module | None = None, **placement: 
     odd = ", ".join(sorted(set(spec) ^ (HEADS_KEYS if with_heads else SPEC_KEYS)))
     if odd:
         raise ValueError(f"a replacement has missing or unknown keys: {odd}; install the compressor that wrote it")
+    module: Any
     if with_heads:
-        given = {key: spec[key] for key in HEADS_KEYS - {"kind", "bypass"}}
-        heads = KeptHeads(stock, **given, **placement)
-        if heads.spec() != spec:
-            raise ValueError(f"a replacement of this kind is not known: {spec}; install the compressor that wrote it")
-        return heads
-    if spec["activation"] not in (None, *ACT2FN):
+        try:
+            module = KeptHeads(stock, **{key: spec[key] for key in HEADS_KEYS - {"kind", "bypass"}}, **placement)
+        except (TypeError, KeyError, IndexError, AttributeError) as error:
+            raise ValueError(f"a replacement of attention cannot be read: {spec}") from error
+    elif spec["activation"] not in (None, *ACT2FN):
         raise ValueError(f"a replacement has the activation {spec['activation']!r}, which this transformers has not")
-    given = {key: spec[key] for key in ("neurons", "activation", "gated", "inner_bias", "returns", "biased")}
-    module = Replacement(spec["width"], spec["rank"], spec["residual_inside"], **given, **placement)
-    module.bypass = tuple(spec["bypass"])
-    if module.spec() != spec:
+    else:
+        given = {key: spec[key] for key in ("neurons", "activation", "gated", "inner_bias", "returns", "biased")}
+        module = Replacement(spec["width"], spec["rank"], spec["residual_inside"], **given, **placement)
+        module.bypass = tuple(spec["bypass"])
+    if {**({} if with_heads else FIRST_SPECS), **module.spec()} != spec:
         raise ValueError(f"a replacement of this kind is not known: {spec}; install the compressor that wrote it")
     return module
 
@@ -326,7 +386,7 @@ def specs(model: nn.Module) -> dict[str, dict[str, Any]]:
     return {path: module.spec() for path, module in replacements(model).items()}
 
 
-def swap(model: nn.Module, modules: Mapping[str, Replacement]) -> dict[str, nn.Module]:
+def swap(model: nn.Module, modules: Mapping[str, Replacement | KeptHeads]) -> dict[str, nn.Module]:
     """Put each replacement at its path and identities at its bypass; return what stood there, for `restore`.
 
     From then on `model.save_pretrained` writes a checkpoint that loads.
@@ -336,12 +396,15 @@ def swap(model: nn.Module, modules: Mapping[str, Replacement]) -> dict[str, nn.M
         for place in (path, *module.bypass):
             originals[place] = model.get_submodule(place)
         module.guard = guard_of(originals, path, module)
+        places = (getattr(originals[path], name, None) for name in ("layer_idx", "layer_id", "cache_index"))
+        module.cache_index = next((place for place in places if place is not None), None)
         model.set_submodule(path, module)
         for place in module.bypass:
             model.set_submodule(place, nn.Identity())
-    if originals and hasattr(model, "save_pretrained"):
-        # A partial in the instance, for it follows the model through deepcopy and pickle.
-        model.save_pretrained = functools.partial(save_pretrained, model)  # type: ignore[assignment]
+    for name, method in METHODS.items():
+        if originals and hasattr(model, name):
+            # A partial in the instance, for it follows the model through deepcopy and pickle.
+            setattr(model, name, functools.partial(method, model))
     return originals
 
 
@@ -350,7 +413,8 @@ def restore(model: nn.Module, originals: Mapping[str, nn.Module]) -> None:
     for path, module in originals.items():
         model.set_submodule(path, module)
     if not replacements(model):
-        model.__dict__.pop("save_pretrained", None)
+        for name in METHODS:
+            model.__dict__.pop(name, None)
 
 
 def put_replacements(model: Any, table: Mapping[str, Mapping[str, Any]]) -> dict[str, Replacement]:
@@ -366,7 +430,7 @@ def put_replacements(model: Any, table: Mapping[str, Mapping[str, Any]]) -> dict
     return modules
 
 
-def guard_of(originals: Mapping[str, nn.Module], path: str, module: Replacement) -> str:
+def guard_of(originals: Mapping[str, nn.Module], path: str, module: Replacement | KeptHeads) -> str:
     """The name of a weight matrix that the stock model has and the swapped model has not."""
     inherited = getattr(originals[path], "guard", None)  # one replacement takes the place of another
     if inherited:
@@ -413,6 +477,15 @@ def save_pretrained(
         model.config = config
 
 
+def static_cache_shape(model: Any) -> Any:
+    """None where heads differ from layer to layer: then a static cache takes its sizes from the first keys it sees."""
+    varied = CompressorConfig(replacements=specs(model)).schema_version >= 3
+    return None if varied else type(model)._get_static_cache_init_shape(model)
+
+
+METHODS: dict[str, Any] = {"save_pretrained": save_pretrained, "_get_static_cache_init_shape": static_cache_shape}
+
+
 def write_config(config: Any, file: str | os.PathLike[str], **kwargs: Any) -> None:
     """Write config.json with WEIGHTS_NOTE in it."""
     del config.__dict__["to_json_file"]  # all that stands there is written
@@ -430,15 +503,20 @@ class CompressorConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def __init__(
         self,
         replacements: dict[str, dict[str, Any]],
-        schema_version: int = SCHEMA_VERSION,
+        schema_version: int | None = None,
         quant_method: str = METHOD,
         **unknown: Any,
     ) -> None:
+        has_attention = any({"heads", *ATTENTION_SPECS} & {*spec} for spec in replacements.values())
+        if schema_version is None:
+            schema_version = 3 if has_attention else 2
         if schema_version not in range(1, SCHEMA_VERSION + 1):
             raise ValueError(
                 f"the checkpoint has schema_version {schema_version}, this compressor reads 1 to {SCHEMA_VERSION}; "
                 "install the compressor that wrote it"
             )
+        if has_attention and schema_version < 3:
+            raise ValueError(f"schema_version {schema_version} has no attention, but a replacement is one")
         if unknown:
             raise ValueError(f"quantization_config has unknown keys: {', '.join(sorted(unknown))}")
         self.quant_method = quant_method
@@ -593,7 +671,7 @@ class CompressedModel:
             table = table.to_dict()
         with torch.no_grad():
             for module in put_replacements(model, CompressorConfig.from_dict(table).replacements).values():
-                for part in module.children():
+                for part in module.modules():
                     if isinstance(part, nn.Linear):
                         model._init_weights(part)
         return model

@@ -11,8 +11,9 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
-from compressor.modeling_compressor import Replacement
-from compressor.models.blocks import find_blocks
+from compressor.modeling_compressor import KeptHeads, Replacement
+from compressor.models.blocks import AttentionOf, BranchIndex, find_attention, find_blocks
+from compressor.models.heads import find_heads, record_attention
 from compressor.models.neurons import find_neurons
 from compressor.patch.checkpoint import write_checkpoint
 from compressor.patch.tree import patch
@@ -198,6 +199,8 @@ COUPLED: dict[str, tuple[str, dict[str, Any], str]] = {
 # Every part that a replacement can have; and the shapes without neurons.
 SHAPES = {0: Shape(None, 4), 1: Shape(3, 5), 2: Shape(0, 6)}
 LINEAR_SHAPES = {0: Shape(None), 1: Shape(3), 2: Shape(0)}
+# Attention with fewer heads, and without: the first layer keeps one unit, for caches ask it for their length.
+ATTENTION_SHAPES = {AttentionOf(0): Shape(0, 1), AttentionOf(1): Shape(5, 1), AttentionOf(2): Shape(None)}
 ONE_SHAPE = {1: Shape(3, 5)}  # the other blocks stay as they are
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -265,27 +268,52 @@ def logits(model: nn.Module) -> Tensor:
     return output
 
 
-def random_replacement(block: Any, shape: Shape, model: Any = None) -> Replacement:
-    """A replacement of this shape with random weights; neurons are like those of the model's block."""
-    given = {}
-    if shape.neurons:
-        neurons = find_neurons(model, block)
-        assert neurons is not None
-        given = {"activation": neurons.activation, "gated": neurons.gated, "inner_bias": neurons.biased}
-    module = Replacement(block.width, shape.rank, block.residual_inside, neurons=shape.neurons, **given)
-    generator = torch.Generator().manual_seed(block.index)
+def random_replacement(block: Any, shape: Shape, model: Any = None) -> Any:
+    """A replacement of this shape with random weights; neurons or heads are like those of the model's block.
+
+    In place of attention, the neurons of the shape count units: that many are kept, the last ones.
+    """
+    given: dict[str, Any] = {}
+    module: Replacement | KeptHeads
+    random = []  # the names of what is not copied from the stock attention
+    if block.is_attention:
+        call = record_attention(model, [block])[block.layer]
+        heads = find_heads(model, block, call)
+        given = {"returns": call.returns, "biased": heads is None or heads.biased}
+    if shape.neurons and block.is_attention:
+        assert heads is not None
+        assert shape.rank is not None
+        module = heads.keep(torch.arange(heads.count)[-shape.neurons :], shape.rank)
+        random = [heads.layout.output, "down", "up"]
+    else:
+        if shape.neurons:
+            neurons = find_neurons(model, block)
+            assert neurons is not None
+            given = {"activation": neurons.activation, "gated": neurons.gated, "inner_bias": neurons.biased}
+        module = Replacement(block.width, shape.rank, block.residual_inside, neurons=shape.neurons, **given)
+    generator = torch.Generator().manual_seed(block.layer + 100 * block.is_attention)
     with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+        for name, parameter in module.named_parameters():
+            if not random or set(name.split(".")) & set(random):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
     return module
 
 
-def compressed(family: str, shapes: dict[int, Shape] = SHAPES, **settings: Any) -> Any:
-    """A tiny model with random replacements."""
+def compressed(family: str, shapes: Any = SHAPES, **settings: Any) -> Any:
+    """A tiny model with random replacements; `shapes` by branch: the number of a layer, or AttentionOf(layer)."""
     model = tiny_model(family, **settings)
-    blocks = find_blocks(model)
-    patch(model, blocks, {index: random_replacement(blocks[index], shape, model) for index, shape in shapes.items()})
+    blocks = find_branches(model)
+    patch(
+        model,
+        list(blocks.values()),
+        {index: random_replacement(blocks[index], shape, model) for index, shape in shapes.items()},
+    )
     return model
+
+
+def find_branches(model: Any) -> dict[BranchIndex, Any]:
+    """The FFN and the attention of every layer."""
+    return {block.index: block for block in (*find_attention(model), *find_blocks(model))}
 
 
 def write(model: Any, directory: Path, **options: Any) -> Path:

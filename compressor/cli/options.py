@@ -38,7 +38,7 @@ class RunOptions:
 
 TOKENS = ("seq_len", "calib_tokens", "select_tokens", "verify_tokens", "document_separator")
 TASKS = ("tasks", "max_task_drop", "task_path", "task_limit", "generate", "prompts")
-CHOICES = ("kinds", "blocks", "skip", "rank_by")
+CHOICES = ("branches", "kinds", "blocks", "skip", "rank_by")
 PROBES = ("swap", "swap_tokens", "probe", "probe_steps", "cross")
 MACHINE = ("device", "dtype", "low_memory")
 RUN = ("cache", "no_cache", "trust_remote_code", "as_json", "debug")
@@ -50,7 +50,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("objective", *CHOICES, *TOKENS, *TASKS, *PROBES, "batch_size", "seed", *MACHINE, "revision", *RUN),
     ),
     "profile": (
-        *("models", "out", "overwrite", "text", "recipe_file"),
+        *("models", "out", "overwrite", "text", "branches", "recipe_file"),
         *(*PROBES, *TOKENS, "batch_size", "seed", *MACHINE, "revision", *RUN),
     ),
     "plan": (
@@ -84,6 +84,7 @@ ARGUMENTS = ("model",)  # fields of the recipe that are given without the name o
 # Help texts that differ from the description of the field.
 HELP = {
     ("profile", "out"): "directory of the report  [MODEL-profile]",
+    ("profile", "branches"): "what to measure: ffn, attention, or both by a comma  [ffn]",
     ("profile", "text"): "UTF-8 file, wikitext2, hub:OWNER/NAME, or demo; repeat to compare corpora",
 }
 

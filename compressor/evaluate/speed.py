@@ -7,17 +7,18 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compressor.modeling_compressor import Replacement
+from compressor.modeling_compressor import Replacement, replacements
 from compressor.models.blocks import Block, modules_of, placement_of
+from compressor.models.heads import count_units
 from compressor.models.offload import device_of, disk_weights_of
-from compressor.patch.tree import patched
+from compressor.patch.tree import Replacements, patched
 
 TIMED_ROWS = 512
 CALLS = 2  # of a block per turn, of which the faster one counts
@@ -74,8 +75,17 @@ def flops_per_token(model: Any, seq_len: int) -> int:
     head = model.get_output_embeddings()
     if head is not None and id(head.weight) in looked_up:
         weights += head.weight.numel()
-    attention = 4 * config.hidden_size * config.num_hidden_layers * (seq_len // 2)
-    return int(2 * weights + attention)
+    whole = 4 * config.hidden_size * (seq_len // 2)
+    attention = whole * (config.num_hidden_layers - sum(1 - share for share in attention_shares(model)))
+    return int(2 * weights + round(attention))
+
+
+def attention_shares(model: Any) -> list[float]:
+    """The share of its heads that attention has left, for every layer whose attention was replaced."""
+    config = model.config.get_text_config()
+    units = count_units(config, config.num_attention_heads)
+    found = (module for module in replacements(model).values() if hasattr(module, "heads") or module.returns)
+    return [len(getattr(module, "heads", ())) / units for module in found]
 
 
 def time_call(run: Callable[[], Any], device: torch.device) -> float:
@@ -144,7 +154,7 @@ def is_slower(model: Any, block: Block, replacement: Replacement) -> bool:
 
 
 @torch.no_grad()
-def measure_speed(model: Any, blocks: list[Block], fits: Mapping[int, Replacement], windows: Tensor) -> Speed:
+def measure_speed(model: Any, blocks: list[Block], fits: Replacements, windows: Tensor) -> Speed:
     """FLOPs, prefill and decoding of the model without and with its replacements."""
     seq_len, device = windows.shape[1], device_of(model)
     flops = []

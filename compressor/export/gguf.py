@@ -1,7 +1,9 @@
 """A compressed Llama-type model as one GGUF file for llama.cpp.
 
-The architecture is `deci`: Llama with a width of its own for every feed-forward block, and optional biases. A width of
-zero would make llama.cpp skip the layer's attention too, so a block always keeps a few neurons.
+The architecture is `deci`: Llama with a width of its own for every feed-forward block, heads of their own for every
+layer, and optional biases. A width of zero would make llama.cpp skip the layer's attention too, so a block always keeps
+a few neurons. A layer with query heads but no key-value heads has one matrix for its attention; one without any heads
+has no attention.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compressor.export.gguf_tokenizer import add_vocabulary
-from compressor.export.llama import Llama, block_widths
+from compressor.export.llama import Llama, block_widths, head_counts
 from compressor.runtime.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ GGUF_NAMES = {  # from the names of a LlamaForCausalLM
     "post_attention_layernorm": "ffn_norm",
     **{f"self_attn.{letter}_proj": f"attn_{letter}" for letter in "qkv"},
     "self_attn.o_proj": "attn_output",
+    "self_attn.linear": "attn_output",
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
 }
 
@@ -81,8 +84,9 @@ def add_sizes(writer: GGUFWriter, model: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_vocab_size(config.vocab_size)
     writer.add_feed_forward_length(block_widths(model))
-    writer.add_head_count([config.num_attention_heads] * layers)
-    writer.add_head_count_kv([config.num_key_value_heads] * layers)
+    counts = head_counts(model)
+    writer.add_head_count([queries for queries, _ in counts])
+    writer.add_head_count_kv([keys for _, keys in counts])
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.head_dim)

@@ -2,18 +2,34 @@
 
 Multipliers that a family applies while it computes (Granite) go into the weights, fused matrices are split, and rows of
 interleaved rotations are reordered. All of this is exact. Families whose layers compute something else are refused.
+
+Attention that was compressed stays what it is where every layer may have heads of its own: fewer heads, one matrix or
+none. A constant goes into the output bias of the block before, which is exact: between the two nothing reads the
+stream. Where all layers have as many heads, heads of zeros are added.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from compressor.export.attention import (
+    HeadSizes,
+    NoAttention,
+    find_compressed_attention,
+    most_units,
+    pad_heads,
+    refuse_attention,
+    refuse_biased_maps,
+    refuse_first_constant,
+    tensors_with_stock_names,
+)
 from compressor.export.fold import OrdinaryBlock
 from compressor.export.stock import (
     Layout,
@@ -24,6 +40,7 @@ from compressor.export.stock import (
     has_replacement,
     stock_config,
 )
+from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import find_blocks
 from compressor.runtime.errors import InputError
 
@@ -59,9 +76,14 @@ SHARED_SETTINGS = (
 )
 
 
+# How many heads the layers of a Llama get: those that each has left; as many query heads, in groups of one size within a
+# layer; or the same in all.
+HeadArrangement = Literal["own", "grouped", "same"]
+
+
 @dataclass(frozen=True)
 class Llama:
-    """A compressed model as a LlamaForCausalLM whose blocks may have different widths."""
+    """A compressed model as a LlamaForCausalLM whose blocks may have different widths, and its layers other heads."""
 
     model: Any
     layout: Layout
@@ -89,14 +111,22 @@ def refuse_other_types(model: Any) -> None:
 
 @torch.no_grad()
 def convert_to_llama(
-    model: Any, *, uniform: bool = False, multiple: int = 1, keep_original_widths: bool = False
+    model: Any,
+    *,
+    uniform: bool = False,
+    multiple: int = 1,
+    keep_original_widths: bool = False,
+    heads: HeadArrangement | None = None,
 ) -> Llama:
     """Convert a compressed model to a Llama.
 
     Each block gets the width that it needs, rounded up to a multiple; with `uniform`, all get the largest of these.
-    With `keep_original_widths`, blocks that were not replaced keep their width, even if it is not a multiple.
+    With `keep_original_widths`, blocks that were not replaced keep their width, even if it is not a multiple. The heads
+    are arranged as `heads` says: by default "same" with `uniform`, else "own".
     """
+    arrangement = heads or ("same" if uniform else "own")
     refuse_other_types(model)
+    refuse_other_attention(model, arrangement)
     config = llama_config(model)
     config.mlp_bias = True
     layout = find_layout(config)
@@ -110,15 +140,106 @@ def convert_to_llama(
         widths = [max(widths)] * len(widths)
         config.intermediate_size = widths[0]
     multipliers = find_multipliers(model.config, config)
-    folded = fold_blocks(model, layout)
-    blocks = [
-        scale_output(ffn, multipliers["residual"]).padded(width) for ffn, width in zip(folded, widths, strict=True)
-    ]
+    folded = [scale_output(ffn, multipliers["residual"]) for ffn in fold_blocks(model, layout)]
     tensors = llama_tensors(model, config)
-    llama = assemble(config, layout, tensors, blocks, dict(model.named_buffers()))
+    modules: dict[str, nn.Module] = {}
+    for attention in find_compressed_attention(model):
+        if attention.kind in ("linear", "lowrank"):
+            modules[attention.path] = Replacement(config.hidden_size, None, returns=2, biased=False, device="meta")
+            tensors[f"{attention.path}.linear.weight"] = attention.matrix * multipliers["residual"]
+        elif attention.kind == "bias" and arrangement != "same":
+            modules[attention.path] = NoAttention()
+            modules[attention.path.replace("self_attn", "input_layernorm")] = nn.Identity()
+            if attention.bias is not None:
+                folded = add_constant(folded, attention.layer, attention.bias * multipliers["residual"])
+    if arrangement != "own":
+        arrange_heads(model, config, tensors, grouped=arrangement == "grouped")
+    blocks = [ffn.padded(width) for ffn, width in zip(folded, widths, strict=True)]
+    llama = assemble(config, layout, tensors, blocks, dict(model.named_buffers()), modules)
+    for layer, (queries, keys) in zip(llama.model.layers, head_counts(llama), strict=True):
+        if keys:
+            layer.self_attn.num_key_value_groups = queries // keys
     llama.generation_config = copy.deepcopy(model.generation_config)
     scaled = any(multiplier != 1.0 for multiplier in multipliers.values())
     return Llama(llama, layout, needed, find_window(model.config), scaled)
+
+
+def refuse_other_attention(model: Any, arrangement: HeadArrangement) -> None:
+    """Refuse attention that became something which the form does not have, and name the layers."""
+    if arrangement == "own":
+        refuse_attention(model, ("hybrid",), "llama.cpp's `deci` has heads or one matrix in a layer, never both")
+        refuse_biased_maps(model, "llama.cpp's `deci` adds no bias to one matrix")
+    else:
+        what = "vLLM's DeciLM has" if arrangement == "grouped" else "a stock architecture has"
+        refuse_attention(model, ("linear", "lowrank", "hybrid"), f"{what} heads in its layers and nothing else")
+    if arrangement != "same":
+        refuse_first_constant(model)
+
+
+def add_constant(blocks: Sequence[OrdinaryBlock], layer: int, constant: Tensor) -> list[OrdinaryBlock]:
+    """The blocks, of which the one before this layer adds the constant too."""
+    added = list(blocks)
+    before = blocks[layer - 1]
+    added[layer - 1] = replace(before, bias=constant if before.bias is None else before.bias + constant)
+    return added
+
+
+def arrange_heads(model: Any, config: LlamaConfig, tensors: dict[str, Tensor], grouped: bool) -> None:
+    """Add heads of zeros until all layers have as many, and set the counts in the config.
+
+    When `grouped`, only the query heads are as many: there are key-value heads for those that are left, and as many more
+    as the number of query heads can be divided by.
+    """
+    full, width = config.num_key_value_heads, config.head_dim
+    queries = config.num_attention_heads // full
+    units = next(
+        count
+        for count in range(most_units(model, full), full + 1)
+        if config.hidden_size % (count * queries) == 0  # else the config is refused
+    )
+    config.num_key_value_heads, config.num_attention_heads, config.head_dim = units, units * queries, width
+    for attention in find_compressed_attention(model):
+        names = [name for name in tensors if name.startswith(f"{attention.path}.")]
+        found = {name.removeprefix(f"{attention.path}."): tensors[name] for name in names}
+        kept = attention.units
+        if attention.kind == "bias":
+            if grouped:
+                continue
+            found, kept = heads_of_zeros(config.hidden_size, queries * width, width), 1
+            if attention.bias is not None:
+                found["o_proj.bias"] = attention.bias * find_multipliers(model.config, config)["residual"]
+        then = HeadSizes(units, queries, width)
+        if grouped:
+            groups = next(count for count in range(kept, units + 1) if units * queries % count == 0)
+            then = HeadSizes(groups, units * queries // groups, width)
+        padded = pad_heads(found, HeadSizes(kept, queries, width), then)
+        tensors |= {f"{attention.path}.{name}": tensor for name, tensor in padded.items()}
+
+
+def heads_of_zeros(hidden: int, queries: int, keys: int) -> dict[str, Tensor]:
+    """The projections of a Llama's attention, with so many rows for queries and for keys, all of zeros."""
+    rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    return {f"{name}.weight": torch.zeros(count, hidden) for name, count in rows.items()} | {
+        "o_proj.weight": torch.zeros(hidden, queries)
+    }
+
+
+def head_counts(model: Any) -> list[tuple[int, int]]:
+    """The query heads and key-value heads of every layer of a converted Llama.
+
+    Query heads alone, without key-value heads, stand for one matrix, and no heads at all for no attention.
+    """
+    counts = []
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        if isinstance(attention, NoAttention):
+            counts.append((0, 0))
+        elif isinstance(attention, Replacement):
+            counts.append((model.config.num_attention_heads, 0))
+        else:
+            widths = attention.q_proj.out_features, attention.k_proj.out_features
+            counts.append((widths[0] // attention.head_dim, widths[1] // attention.head_dim))
+    return counts
 
 
 def block_widths(model: Any) -> list[int]:
@@ -146,14 +267,14 @@ def find_window(config: Any) -> int | None:
 def llama_config(model: Any) -> LlamaConfig:
     """The LlamaConfig of a Llama-like model, with the source's block width."""
     config = stock_config(model)
-    state = model.state_dict()
+    state = tensors_with_stock_names(model)
     rope = {key: value for key, value in config.rope_parameters.items() if key != "partial_rotary_factor"}
     return LlamaConfig(
         **{name: getattr(config, name) for name in SHARED_SETTINGS if hasattr(config, name)},
         max_position_embeddings=find_window(config) or config.max_position_embeddings,
         head_dim=getattr(config, "head_dim", None),
         rope_parameters=rope,
-        attention_bias=any(name.startswith("model.layers.0.self_attn.") and name.endswith("bias") for name in state),
+        attention_bias=any(".self_attn." in name and name.endswith("bias") for name in state),
         mlp_bias=False,
         architectures=["LlamaForCausalLM"],
     )
@@ -163,11 +284,12 @@ def llama_tensors(model: Any, config: LlamaConfig) -> dict[str, Tensor]:
     """Every tensor outside the feed-forward blocks, under the name that it has in a Llama."""
     source = model.config
     tensors: dict[str, Tensor] = {}
-    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    group = config.num_attention_heads // config.num_key_value_heads
     multipliers = find_multipliers(source, config)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in tensors_with_stock_names(model).items():
         if ".qkv_proj." in name:
-            parts = tensor.split([queries, keys, keys])
+            keys = len(tensor) // (group + 2)
+            parts = tensor.split([group * keys, keys, keys])
             tensors |= {
                 name.replace("qkv_proj", f"{letter}_proj"): part for letter, part in zip("qkv", parts, strict=True)
             }

@@ -124,14 +124,17 @@ def assemble(
     tensors: Mapping[str, Tensor],
     blocks: Sequence[OrdinaryBlock],
     buffers: Mapping[str, Tensor],
+    modules: Mapping[str, nn.Module] | None = None,
 ) -> Any:
     """The stock model of the config with these tensors and blocks, sharing their memory.
 
-    The blocks may have different widths: the model computes correctly, but its config cannot express them, so the
-    caller must store the widths otherwise. A bias that is not among the tensors is zero; any other missing tensor is an
-    error.
+    The blocks may have different widths, attention different numbers of heads, and `modules` may stand at some paths
+    instead of the stock ones: the model computes correctly, but its config cannot express it, so the caller must store
+    the sizes otherwise. A bias that is not among the tensors is zero; any other missing tensor is an error.
     """
     model = build_empty(config)
+    for path, module in (modules or {}).items():
+        model.set_submodule(path, module)
     parameters = dict(tensors)
     for block, ffn in zip(find_blocks(model), blocks, strict=True):
         parameters |= {f"{block.layer_path}.{name}": tensor for name, tensor in name_block_tensors(layout, ffn).items()}
@@ -139,7 +142,8 @@ def assemble(
         if path not in parameters:
             if not path.endswith("bias"):
                 raise InputError(f"the model has no {path}, which {config.model_type} needs")
-            parameters[path] = torch.zeros(owner._parameters[name].shape)
+            rows = owner.out_features if isinstance(owner, nn.Linear) else owner._parameters[name].shape
+            parameters[path] = torch.zeros(rows)
         owner._parameters[name] = nn.Parameter(parameters[path].detach(), requires_grad=False)
         if isinstance(owner, nn.Linear) and name == "weight":
             owner.out_features, owner.in_features = parameters[path].shape

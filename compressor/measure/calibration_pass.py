@@ -8,12 +8,11 @@ each gets them from one pass. The fitting windows of a block come first, the hel
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any, Protocol
 
 import torch
 
-from compressor.models.blocks import Block, Rows, capture_rows
+from compressor.models.blocks import Block, BranchIndex, Rows, capture_rows
 from compressor.models.layer_states import LayerStates
 from compressor.models.residual import CALIBRATION_PARTS, Stream, calibration_streams, delete_saved_streams
 from compressor.models.source import identify
@@ -24,9 +23,9 @@ from compressor.text import Text
 
 
 class RowCollector(Protocol):
-    """Takes the rows of one group of blocks after another; a group has as many blocks as there are processes.
+    """Takes the rows of one group of blocks after another; a group has those of as many layers as there are processes.
 
-    All processes run a share of every block's rows; process k, the owner, has the last word on block k of a group.
+    All processes run a share of every block's rows; one of them, its owner, has the last word on a block.
     """
 
     def find_missing(self) -> list[Block]:
@@ -65,55 +64,72 @@ def visit_rows(
 
     A run that was killed goes on at the layer where it last saved the stream.
     """
-    missing = [{block.index for block in collector.find_missing()} for collector in collectors]
-    wanted = [block for block in blocks if any(block.index in found for found in missing)]
+    missing = [collector.find_missing() for collector in collectors]
+    wanted = sorted({block.layer for found in missing for block in found})
     more = {"seq_len": text.seq_len, "batch": context.batch_size}
     key = cache_key("stream", identify(model), text.calibration_sha256, **more)
-
-    def listeners(block: Block) -> list[int]:
-        return [number for number, found in enumerate(missing) if block.index in found]
 
     with context.progress.bar(step, len(blocks)) as advance:
         advance(len(blocks) - len(wanted))
         streams = []
         if wanted:
             size, cache = context.batch_size, context.cache
-            streams = calibration_streams(model, blocks, text, size, cache, key, wanted[0].index)
-        for numbers, members in groupby(wanted, listeners):
-            for group in distributed.rounds(list(members)):
-                visit_group(model, group, streams, [collectors[number] for number in numbers], states)
-                for stream in streams:
-                    stream.save_periodically()
-                advance(len(group))
+            streams = calibration_streams(model, blocks, text, size, cache, key, wanted[0])
+        for layers in distributed.rounds(wanted):
+            groups = [[block for block in found if block.layer in layers] for found in missing]
+            pairs = [(each, group) for each, group in zip(collectors, groups, strict=True) if group]
+            visit_layers(model, layers, streams, pairs, states)
+            for stream in streams:
+                stream.save_periodically()
+            advance(len(layers))
     delete_saved_streams(context.cache, key)
 
 
 @torch.no_grad()
-def visit_group(
+def visit_layers(
     model: Any,
-    group: Sequence[Block],
+    layers: Sequence[int],
     streams: list[Stream],
-    collectors: list[RowCollector],
+    collectors: list[tuple[RowCollector, list[Block]]],
     states: LayerStates | None,
 ) -> None:
-    """Run the layers of these blocks, and hand their rows to the collectors."""
-    for collector in collectors:
+    """Run these layers, and hand the rows of every collector's blocks to it."""
+    for collector, group in collectors:
         collector.begin(group)
     for number, (part, stream) in enumerate(zip(CALIBRATION_PARTS, streams, strict=True)):
-        for owner, block in enumerate(group):
-            move(number, stream, block.index, states)
-            paths = [path for collector in collectors if (path := collector.inner_path(block)) is not None]
+        for layer in layers:
+            move(number, stream, layer, states)
+            visited: dict[BranchIndex, Block] = {}
+            inner_paths: dict[BranchIndex, str] = {}
+            for collector, group in collectors:
+                for block in (block for block in group if block.layer == layer):
+                    visited[block.index] = block
+                    path = collector.inner_path(block)
+                    inner_paths |= {block.index: path} if path is not None else {}
 
             def receive(block: Block, rows: Rows, part: str = part) -> None:
-                for collector in collectors:
-                    collector.add(block, part, rows)
+                for collector, group in collectors:
+                    if any(block.index == member.index for member in group):
+                        collector.add(block, part, rows)
 
-            with capture_rows(model, [block], receive, {block.index: paths[0]} if paths else None):
-                move(number, stream, block.index + 1, states)
-            for collector in collectors:
-                collector.end_block(block, owner, part)
-        for collector in collectors:
+            with capture_rows(model, list(visited.values()), receive, inner_paths):
+                move(number, stream, layer + 1, states)
+            for collector, group in collectors:
+                for place, block in enumerate(group):
+                    if block.layer == layer:
+                        collector.end_block(block, owner_of(place), part)
+        for collector, group in collectors:
             collector.end_part(group, part)
+
+
+def owner_of(place: int) -> int:
+    """The process that owns the block at this place of a group."""
+    return place % distributed.size()
+
+
+def own_blocks(group: Sequence[Block]) -> list[Block]:
+    """The blocks of a group that this process owns."""
+    return [block for place, block in enumerate(group) if owner_of(place) == distributed.rank()]
 
 
 def move(part: int, stream: Stream, to: int, states: LayerStates | None) -> None:

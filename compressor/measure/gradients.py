@@ -6,8 +6,8 @@ its output. A replacement that errs by e then costs about ½·E[(g·e)²] nats p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from compressor.evaluate.perplexity import limit_batch_size
 from compressor.measure.moments import ACCUMULATION_DTYPE
 from compressor.measure.profile import Profile
 from compressor.measure.regression import RankLadder
-from compressor.models.blocks import Block
+from compressor.models.blocks import Block, BranchIndex, find_blocks, hidden_states_of, input_rows, output_rows
 from compressor.models.offload import device_of
 from compressor.models.residual import Stream, open_stream, resume
 from compressor.models.source import identify
@@ -35,11 +35,15 @@ BACKWARD_TOKENS = 1024  # per batch: a backward pass keeps every activation
 
 @dataclass(frozen=True)
 class Gradients:
-    """Rows of one block (one row per token): inputs x, outputs y, and loss gradients g at the output."""
+    """Rows of one block (one row per token): inputs x, outputs y, and loss gradients g at the output.
+
+    Where they were asked for, `a` are the inputs of a module inside the block.
+    """
 
     x: Tensor
     y: Tensor
     g: Tensor
+    a: Tensor | None = None
 
     @property
     def metric(self) -> Tensor:
@@ -68,11 +72,13 @@ def visit_gradients(
     visit: Callable[[Block, Gradients], None],
     progress: Progress,
     tokens: int = GRADIENT_TOKENS,
+    inner_paths: Mapping[BranchIndex, str] | None = None,
 ) -> None:
     """One backward pass over at most `tokens` tokens of the windows; `visit` gets the rows of each block, last first.
 
-    The pass goes back layer by layer and runs each again from its stored input, so that only one layer's activations,
-    and one block's rows, are in memory at a time.
+    `inner_paths` gives, by block, the path of a module inside it whose input rows are wanted too. The pass goes back
+    layer by layer and runs each again from its stored input, so that only one layer's activations, and its blocks'
+    rows, are in memory at a time.
     """
     windows = windows[: max(1, tokens // windows.shape[1])]
     size = limit_batch_size(model, windows.shape[1], max(1, BACKWARD_TOKENS // windows.shape[1]))
@@ -80,17 +86,20 @@ def visit_gradients(
     for p in trainable:
         p.requires_grad_(False)
     try:
-        with progress.bar("gradients", 2 * len(blocks)) as advance:
-            stream = open_stream(model, blocks, windows, size)
+        layers = find_blocks(model)
+        with progress.bar("gradients", 2 * len(layers)) as advance:
+            stream = open_stream(model, layers, windows, size)
             layer_inputs = []
-            for _ in blocks:
+            for _ in layers:
                 layer_inputs.append(stream.states)
                 stream.step()
                 advance(1)
             gradients = loss_gradients(model, stream, distributed.own_share(batches(windows, size)))
-            for block in reversed(blocks):
-                rows, gradients = backpropagate_layer(model, block, stream, layer_inputs.pop(), gradients)
-                visit(block, Gradients(*(torch.cat(distributed.gather([row[k] for row in rows])) for k in range(3))))
+            for layer in reversed(range(len(layers))):
+                watches = [Watch(b, (inner_paths or {}).get(b.index)) for b in blocks if b.layer == layer]
+                gradients = backpropagate_layer(model, layer, watches, stream, layer_inputs.pop(), gradients)
+                for watch in reversed(watches):
+                    visit(watch.block, watch.gather())
                 advance(1)
     finally:
         for p in trainable:
@@ -113,51 +122,77 @@ def loss_gradients(model: Any, stream: Stream, parts: list[Tensor]) -> TensorSpo
     return gradients
 
 
+class Watch:
+    """Takes the rows of one block from backward passes through its layer."""
+
+    def __init__(self, block: Block, inner_path: str | None) -> None:
+        self.block, self.inner_path = block, inner_path
+        self.inputs: list[Tensor] = []
+        self.inner_inputs: list[Tensor] = []
+        self.seen: list[tuple[Tensor, ...]] = []  # x, y, g and a of every batch
+
+    def gather(self) -> Gradients:
+        """The rows of all batches, of all processes."""
+        columns = [distributed.gather([row[k] for row in self.seen]) for k in range(4 if self.inner_path else 3)]
+        return Gradients(*(torch.cat(column) for column in columns))
+
+    @contextmanager
+    def open(self, model: Any) -> Iterator[None]:
+        """While open, every backward pass through the block adds its rows."""
+        block, module = self.block, model.get_submodule(self.block.path)
+        last = model.get_submodule(block.bypass[-1]) if block.bypass else module
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self.inputs.append(input_rows(args, kwargs, block).detach())
+
+        def before_inner(_: nn.Module, args: Any) -> None:
+            self.inner_inputs.append(args[0].detach().reshape(-1, args[0].shape[-1]))
+
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            x, y = self.inputs.pop(), output_rows(args, kwargs, output, block).detach()
+            inner = self.inner_inputs.copy()
+            self.inner_inputs.clear()
+
+            def note(g: Tensor) -> None:
+                self.seen.append((x, y, g.detach().reshape(y.shape).clone(), *inner))
+
+            hidden_states_of(output).register_hook(note)  # type: ignore[no-untyped-call]
+
+        handles = [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            last.register_forward_hook(after, with_kwargs=True),
+        ]
+        if self.inner_path:
+            handles.append(model.get_submodule(self.inner_path).register_forward_pre_hook(before_inner))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
 def backpropagate_layer(
-    model: Any, block: Block, stream: Stream, inputs: Sequence[Tensor], gradients: TensorSpool
-) -> tuple[list[tuple[Tensor, Tensor, Tensor]], TensorSpool]:
-    """The block's rows, and the gradients at its layer's input, from the inputs and the gradients at the output."""
-    rows: list[tuple[Tensor, Tensor, Tensor]] = []
+    model: Any,
+    layer: int,
+    watches: Sequence[Watch],
+    stream: Stream,
+    inputs: Sequence[Tensor],
+    gradients: TensorSpool,
+) -> TensorSpool:
+    """The gradients at a layer's input, from the inputs and the gradients at its output; the watches take the rows of
+    its blocks on the way."""
     input_gradients = TensorSpool((), stream.directory)
-    with watch_gradients(model, block, rows):
+    with ExitStack() as stack:
+        for watch in watches:
+            stack.enter_context(watch.open(model))
         for number, (state, gradient) in enumerate(zip(inputs, gradients, strict=True)):
             entry = state.detach().requires_grad_()
             with torch.enable_grad():
-                output = stream.call_layer(number, block.index, entry)
+                output = stream.call_layer(number, layer, entry)
             output.backward(gradient)  # type: ignore[no-untyped-call]
             assert entry.grad is not None
             input_gradients.append(entry.grad)
-    return rows, input_gradients
-
-
-@contextmanager
-def watch_gradients(model: Any, block: Block, seen: list[tuple[Tensor, Tensor, Tensor]]) -> Iterator[None]:
-    """Inside the context, every backward pass through the block appends its rows (x, y, g) to `seen`."""
-    inputs: list[Tensor] = []
-    ffn = model.get_submodule(block.path)
-    last = model.get_submodule(block.bypass[-1]) if block.bypass else ffn
-
-    def flat(rows: Tensor) -> Tensor:
-        return rows.detach().reshape(-1, rows.shape[-1])
-
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs.append(flat(args[0] if args else kwargs["hidden_states"]))
-
-    def after(_: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-        x, y = inputs.pop(), flat(output).clone()
-        if block.residual_inside:
-            y = y - flat(args[1] if len(args) > 1 else kwargs["residual"])
-        output.register_hook(lambda g: seen.append((x, y, flat(g).clone())))  # type: ignore[no-untyped-call]
-
-    handles = [
-        ffn.register_forward_pre_hook(before, with_kwargs=True),
-        last.register_forward_hook(after, with_kwargs=True),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return input_gradients
 
 
 def predict_ladder_damage(ladder: RankLadder, gradients: Gradients) -> Damage:
@@ -172,22 +207,24 @@ def predict_ladder_damage(ladder: RankLadder, gradients: Gradients) -> Damage:
     return Damage(by_rank[-1].item(), factorised_damage(errors, gradients), by_rank.cpu())
 
 
-def predict_damages(model: Any, profile: Profile, text: Text, context: RunContext) -> dict[int, Damage]:
+def predict_damages(model: Any, profile: Profile, text: Text, context: RunContext) -> dict[BranchIndex, Damage]:
     """The predicted damage of replacing each block by its least-squares map, from one pass over held-out windows."""
-    profiles = {p.block.index: p for p in profile.blocks}
+    profiles = {p.block.index: p for p in profile.branches}
 
     def compute() -> Tensors:
-        damages: dict[int, list[float]] = {}
+        damages: dict[BranchIndex, list[float]] = {}
 
         def visit(block: Block, rows: Gradients) -> None:
             linear = profiles[block.index].trial_map
             errors = linear(rows.x.to(linear.weight)) - rows.y.to(linear.weight)
             damages[block.index] = [damage_from_errors(errors, rows), factorised_damage(errors, rows)]
 
-        visit_gradients(model, [p.block for p in profile.blocks], text.held_out, visit, context.progress)
+        visit_gradients(model, [p.block for p in profile.branches], text.held_out, visit, context.progress)
         return {"damages": torch.tensor([damages[index] for index in profiles], dtype=ACCUMULATION_DTYPE)}
 
-    more = {"seq_len": text.seq_len, "batch": context.batch_size, "gradients": GRADIENT_TOKENS}
+    more: dict[str, Any] = {"seq_len": text.seq_len, "batch": context.batch_size, "gradients": GRADIENT_TOKENS}
+    if profile.attention:
+        more["branches"] = [p.block.path for p in profile.branches]
     key = cache_key("damages", identify(model), text.calibration_sha256, **more)
     rows = context.cache.get("gradients", key, compute)["damages"].tolist()
     return {index: Damage(*row) for index, row in zip(profiles, rows, strict=True)}

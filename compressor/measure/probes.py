@@ -334,8 +334,8 @@ def cross(
         )
         crossings.append(
             Crossing(
-                index=block.index,
-                other_index=partner.index,
+                index=block.layer,
+                other_index=partner.layer,
                 own=linearity_on(model, block, rows.x, rows.held_x),
                 own_on_other=linearity_on(model, block, other_rows.x, other_rows.held_x),
                 own_on_white=linearity_on(model, block, white, held_white),

@@ -8,7 +8,7 @@ no window runs twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.measure.calibration_pass import RowCollector, visit_rows
+from compressor.measure.calibration_pass import RowCollector, own_blocks, owner_of, visit_rows
 from compressor.measure.moments import ACCUMULATION_DTYPE, Moments
 from compressor.measure.r2_interval import WindowSums, fit_variance, group_count, group_of, interval, merge
 from compressor.measure.regression import (
@@ -32,7 +32,7 @@ from compressor.measure.regression import (
     rank_r2,
     solve,
 )
-from compressor.models.blocks import Block, Rows, find_blocks
+from compressor.models.blocks import BRANCHES, Block, BranchIndex, Rows, find_blocks, find_branches
 from compressor.models.layer_states import LayerStates
 from compressor.models.offload import device_of
 from compressor.models.residual import CALIBRATION_PARTS
@@ -100,20 +100,24 @@ def measure(
     text: Text,
     context: RunContext | None = None,
     *,
+    branches: Collection[str] = BRANCHES,
     beside: Sequence[RowCollector] = (),
     states: LayerStates | None = None,
 ) -> Profile:
-    """Measure every FFN of the model on the calibration text. In memory: the model, one block's moments, the stream.
+    """Measure every branch of the model on the calibration text, or the kinds of `branches` that are named.
+
+    In memory: the model, the moments of one layer's blocks, the stream.
 
     With a cache, every block is stored as soon as it is measured. Collectors that are given `beside` get their rows
     from the same pass, and `states` the residual stream.
     """
     context = context or RunContext()
-    blocks = find_blocks(model)
-    collector = ProfileCollector(model, blocks, text, context)
-    visit_rows(model, blocks, text, context, [collector, *beside], "measure", states)
-    profiles = [collector.profiles[block.index] for block in blocks]
-    return Profile(profiles, text.fitting.numel(), text.held_out.numel(), text.seq_len)
+    layers, measured = find_blocks(model), find_branches(model, branches)
+    collector = ProfileCollector(model, measured, text, context)
+    visit_rows(model, layers, text, context, [collector, *beside], "measure", states)
+    profiles = [collector.profiles[block.index] for block in measured]
+    blocks, attention = ([p for p in profiles if p.block.is_attention == chosen] for chosen in (False, True))
+    return Profile(blocks, text.fitting.numel(), text.held_out.numel(), text.seq_len, attention)
 
 
 class ProfileCollector:
@@ -125,9 +129,9 @@ class ProfileCollector:
         self.device = moments_device(model)
         more = {"seq_len": text.seq_len, "batch": context.batch_size, "seed": context.seed}
         self.key = cache_key("profile", identify(model), text.calibration_sha256, **more)
-        self.profiles: dict[int, BlockProfile] = {}
-        self.collected: dict[int, _Collected] = {}
-        self.solved: dict[int, _Solved] = {}
+        self.profiles: dict[BranchIndex, BlockProfile] = {}
+        self.collected: dict[BranchIndex, _Collected] = {}
+        self.solved: dict[BranchIndex, _Solved] = {}
 
     def block_key(self, block: Block) -> dict[str, Any]:
         return {**self.key, "block": block.path}
@@ -153,7 +157,7 @@ class ProfileCollector:
         tensors = self.cache.find(self.block_key(block))
         if tensors is None:
             again = _MeasuredAgain(self.model, self.blocks, self.text, self.context, block)
-            visit_rows(self.model, self.blocks, self.text, self.context, [again], "measure")
+            visit_rows(self.model, find_blocks(self.model), self.text, self.context, [again], "measure")
             tensors = again.tensors
         return tensors
 
@@ -210,28 +214,24 @@ class ProfileCollector:
             self.solve_group(group)
             self.collected = {block.index: self.empty(block, CALIBRATION_PARTS[1]) for block in group}
             return
-        own = None
-        for owner, block in enumerate(group):
-            if owner == distributed.rank():
-                own = self.summarise(self.solved[block.index], self.collected[block.index])
-        for owner, block in enumerate(group):
-            self.finish(block, distributed.broadcast(own, owner))
+        own = {b.index: self.summarise(self.solved[b.index], self.collected[b.index]) for b in own_blocks(group)}
+        for place, block in enumerate(group):
+            self.finish(block, distributed.broadcast(own.get(block.index), owner_of(place)))
         self.collected, self.solved = {}, {}
 
     def solve_group(self, group: Sequence[Block]) -> None:
         """Every owner solves the least-squares map of its block; all processes get all maps."""
-        fields, spectrum, total, fitted = None, None, None, None
-        if distributed.rank() < len(group):
-            fitted = self.collected[group[distributed.rank()].index]
+        own: dict[BranchIndex, _Solved] = {}
+        for block in own_blocks(group):
+            fitted = self.collected[block.index]
             total = merge(fitted.groups)
             spectrum = decompose(total.xx)
-            linear = solve(total, spectrum)
-            fields = {"weight": linear.weight, "mean_x": linear.mean_x, "mean_y": linear.mean_y}
-        for owner, block in enumerate(group):
-            solved = _Solved(AffineMap(**distributed.broadcast(fields, owner)))
-            if owner == distributed.rank():
-                solved.spectrum, solved.total, solved.fitted = spectrum, total, fitted
-            self.solved[block.index] = solved
+            own[block.index] = _Solved(solve(total, spectrum), spectrum, total, fitted)
+        for place, block in enumerate(group):
+            solved = own.get(block.index)
+            fields = vars(solved.linear) if solved else None
+            shared = AffineMap(**distributed.broadcast(fields, owner_of(place)))
+            self.solved[block.index] = solved or _Solved(shared)
 
     def finish(self, block: Block, tensors: dict[str, Tensor]) -> None:
         """Store the tensors of a block that is measured."""
@@ -444,12 +444,18 @@ class BlockProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """The linearity of every block, and what it was measured on."""
+    """The linearity of every FFN (`blocks`) and, where it was asked for, of `attention`; what it was measured on."""
 
     blocks: list[BlockProfile]
     rows_fitted: int
     rows_held_out: int
     seq_len: int
+    attention: list[BlockProfile] = field(default_factory=list)
+
+    @property
+    def branches(self) -> list[BlockProfile]:
+        """All that was measured, in order of depth."""
+        return sorted([*self.blocks, *self.attention], key=lambda p: p.block.index)
 
 
 def unpack_block(

@@ -25,7 +25,7 @@ from compressor.measure.probes import (
 from compressor.measure.profile import Profile
 from compressor.measure.swap import SWAPPED_BELOW, Sweep, Sweeper
 from compressor.measure.verdicts import SAFE_NATS, Verdict, judge_all, judge_texts
-from compressor.models.blocks import Block
+from compressor.models.blocks import Block, BranchIndex
 from compressor.models.source import identify
 from compressor.runtime.cache import Tensors, cache_key
 from compressor.runtime.context import RunContext
@@ -47,11 +47,11 @@ class StudyOptions:
 class Study:
     """What was measured of every block in addition to its profile, and its verdict. What was not asked for is empty."""
 
-    verdicts: dict[int, Verdict]
-    damages: dict[int, Damage]
+    verdicts: dict[BranchIndex, Verdict]
+    damages: dict[BranchIndex, Damage]
     sweep: Sweep | None = None
-    bilinear: dict[int, Bilinear] = field(default_factory=dict)
-    trained: dict[int, Trained] = field(default_factory=dict)
+    bilinear: dict[BranchIndex, Bilinear] = field(default_factory=dict)
+    trained: dict[BranchIndex, Trained] = field(default_factory=dict)
     probed_rows: int = 0
     sampled: bool = False  # whether probes ran on a sample of the rows, for lack of memory
     crossings: list[Crossing] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Study:
 def study(
     model: Any,
     profile: Profile,
-    damages: Mapping[int, Damage],
+    damages: Mapping[BranchIndex, Damage],
     text: Text,
     options: StudyOptions,
     context: RunContext,
@@ -84,7 +84,7 @@ def study(
         overflow = Verdict("unsafe", "its linear map overflows in the dtype that the model computes in")
         verdicts |= dict.fromkeys(sweeper.overflowing, overflow)
     if sweeper and alone:
-        usable = [p for p in profile.blocks if verdicts[p.block.index].word != "unsafe"]
+        usable = [p for p in profile.branches if verdicts[p.block.index].word != "unsafe"]
         usable.sort(key=lambda p: alone[p.block.index].delta)
         sweep = Sweep(alone, sweeper.together(usable), seconds, whole_seconds)
     crossings = cross(model, text, *options.other, context) if options.other else []
@@ -114,7 +114,7 @@ def run_probes(
     def samples_of() -> Iterator[tuple[Block, Sample]]:
         return sample_rows(model, blocks, fitting, held_out, context.batch_size)
 
-    measured: dict[str, dict[int, Any]] = {kind: {} for kind in options.probes}
+    measured: dict[str, dict[BranchIndex, Any]] = {kind: {} for kind in options.probes}
     samples = samples_of()
     known = all(cache.has(probe_key(kind, block)) for kind in options.probes for block in blocks)
     if known:

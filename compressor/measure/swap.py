@@ -28,7 +28,16 @@ from compressor.evaluate.perplexity import (
 from compressor.measure.moments import ACCUMULATION_DTYPE
 from compressor.measure.profile import BlockProfile, Profile
 from compressor.modeling_compressor import Replacement
-from compressor.models.blocks import Block, Rows, capture_rows, placement_of
+from compressor.models.blocks import (
+    ATTENTION_RETURNS,
+    Block,
+    BranchIndex,
+    Rows,
+    capture_rows,
+    find_blocks,
+    layer_of,
+    placement_of,
+)
 from compressor.models.residual import Stream, measure_stream_gain, open_stream
 from compressor.models.source import identify, stored_dtype
 from compressor.patch.checkpoint import count_parameters
@@ -47,7 +56,7 @@ LARGEST_RISE = 1 / 3  # of the baseline: after a group that costs more, no large
 class BlockGroup:
     """The blocks that are cheapest alone, all replaced at once."""
 
-    blocks: tuple[int, ...]
+    blocks: tuple[BranchIndex, ...]
     removed: int
     change: PerplexityChange
 
@@ -60,7 +69,7 @@ class Sweep:
     that of one evaluation of the same windows.
     """
 
-    alone: dict[int, PerplexityChange]
+    alone: dict[BranchIndex, PerplexityChange]
     together: list[BlockGroup]
     seconds: float
     whole_seconds: float
@@ -92,7 +101,9 @@ class SingleBlockTrials:
     """The losses of a model with one block replaced, for one block after another in order of depth."""
 
     def __init__(self, model: Any, blocks: list[Block], windows: Tensor, context: RunContext) -> None:
-        self.model, self.blocks, self.windows, self.context = model, blocks, windows, context
+        self.model, self.windows, self.context = model, windows, context
+        self.blocks = {block.index: block for block in blocks}
+        self.layers = find_blocks(model)
         self.batch_size = limit_batch_size(model, windows.shape[1], context.batch_size)
         self.stream: Stream | None = None  # the windows at the layer of the present block
         self.sample: Stream | None = None  # a few tokens of them, to find out how a layer adds its block to the stream
@@ -102,8 +113,8 @@ class SingleBlockTrials:
         """The stream of the windows; the pass starts when the first block needs it."""
         if self.stream is None:
             self.plain = has_plain_head(self.model, self.windows)
-            self.stream = open_stream(self.model, self.blocks, self.windows, self.batch_size)
-            self.sample = open_stream(self.model, self.blocks, self.windows[:1, :16], 1)
+            self.stream = open_stream(self.model, self.layers, self.windows, self.batch_size)
+            self.sample = open_stream(self.model, self.layers, self.windows[:1, :16], 1)
         return self.stream
 
     def measure_losses(self, start: Stream | None = None) -> Losses:
@@ -111,25 +122,26 @@ class SingleBlockTrials:
         self.start_pass()
         return evaluate(self.model, self.windows, self.context, plain=self.plain, start=start)
 
-    def measure_replaced(self, index: int, module: Replacement) -> Losses:
+    def measure_replaced(self, index: BranchIndex, module: Replacement) -> Losses:
         """The losses with this block replaced; its whole layer runs again."""
         stream = self.start_pass()
-        stream.advance(index)
-        with patched(self.model, self.blocks, {index: module}):
+        stream.advance(layer_of(index))
+        with patched(self.model, self.blocks.values(), {index: module}):
             return self.measure_losses(stream)
 
-    def measure_swapped(self, index: int, module: Replacement) -> Losses:
-        """The same in less time: where a layer only adds its block to the stream, just the difference is added.
+    def measure_swapped(self, index: BranchIndex, module: Replacement) -> Losses:
+        """The same in less time: where a layer only adds its FFN to the stream, just the difference is added.
 
         Not in half precision: what a large output was rounded to stays in the stream when the output is taken back.
         """
-        if placement_of(self.model, self.blocks[index])["dtype"].itemsize < 4:
+        block = self.blocks[index]
+        if block.is_attention or placement_of(self.model, block)["dtype"].itemsize < 4:
             return self.measure_replaced(index, module)
         stream = self.start_pass()
         assert self.sample is not None
-        stream.advance(index)
-        self.sample.advance(index)
-        gain = measure_stream_gain(self.model, self.blocks[index], self.sample)
+        stream.advance(block.layer)
+        self.sample.advance(block.layer)
+        gain = measure_stream_gain(self.model, block, self.sample)
         if gain is None:  # the layer does more with the block's output than to add it
             return self.measure_replaced(index, module)
         return self.measure_losses(self.pass_layer(stream, index, module, gain))
@@ -137,10 +149,10 @@ class SingleBlockTrials:
     def measure_unchanged(self) -> Losses:
         """The losses of the model as it is, at the end of the pass."""
         stream = self.start_pass()
-        stream.advance(len(self.blocks))
+        stream.advance(len(self.layers))
         return self.measure_losses(stream)
 
-    def pass_layer(self, stream: Stream, index: int, module: Replacement, gain: float) -> Stream:
+    def pass_layer(self, stream: Stream, index: BranchIndex, module: Replacement, gain: float) -> Stream:
         """Run the block's layer, which adds `gain` times the block's output to the stream, and move the stream past it;
         return the stream past the same layer with the block replaced."""
         changes: list[Tensor] = []
@@ -162,23 +174,23 @@ class Sweeper:
     def __init__(self, model: Any, profile: Profile, text: Text, tokens: int, context: RunContext) -> None:
         self.model, self.profile, self.context = model, profile, context
         self.cache, self.progress = context.cache, context.progress
-        self.blocks = [p.block for p in profile.blocks]
+        self.blocks = [p.block for p in profile.branches]
         self.split, self.parts = spread_windows(text, tokens)
         self.windows = self.split.windows
         more = {"windows": self.split.sha256, "seq_len": text.seq_len, "batch": context.batch_size}
         self.key = cache_key("swap", identify(model), text.calibration_sha256, **more)
         self.trials = SingleBlockTrials(model, self.blocks, self.windows, context)
         self.before: Losses | None = None
-        self.by_text: dict[int, dict[str, PerplexityChange]] = {}  # the cost of every block alone, text by text
-        self.overflowing: list[int] = []  # blocks whose linear maps overflow
+        self.by_text: dict[BranchIndex, dict[str, PerplexityChange]] = {}  # the cost of every block alone, text by text
+        self.overflowing: list[BranchIndex] = []  # blocks whose linear maps overflow
 
-    def alone(self) -> tuple[dict[int, PerplexityChange], float, float]:
+    def alone(self) -> tuple[dict[BranchIndex, PerplexityChange], float, float]:
         """The cost of every block replaced alone, the seconds of this sweep, and those of one whole evaluation."""
-        after: dict[int, Tensor] = {}
+        after: dict[BranchIndex, Tensor] = {}
         seconds = 0.0
-        if all(self.cache.has({**self.key, "block": p.block.path}) for p in self.profile.blocks):
+        if all(self.cache.has({**self.key, "block": block.path}) for block in self.blocks):
             self.progress.say("swap: measured before")
-        for p in self.progress.track("swap", self.profile.blocks, len(self.blocks)):
+        for p in self.progress.track("swap", self.profile.branches, len(self.blocks)):
             trial = self.cache.get("", {**self.key, "block": p.block.path}, partial(self.swap, p))
             after[p.block.index] = trial["nats"]
             seconds += trial["seconds"].item()
@@ -235,7 +247,7 @@ class Sweeper:
         with self.progress.bar("together", len(counts)) as advance:
             for count in counts:
                 fits = {p.block.index: linear_module(self.model, p) for p in chosen[:count]}
-                key = {**self.key, "together": sorted(fits)}
+                key = {**self.key, "together": [str(index) for index in sorted(fits)]}
                 nats = self.cache.get("", key, partial(self.replace, fits))["nats"]
                 if not nats.isfinite().all():
                     break
@@ -247,7 +259,7 @@ class Sweeper:
                     break
         return groups
 
-    def replace(self, fits: dict[int, Replacement]) -> Tensors:
+    def replace(self, fits: dict[BranchIndex, Replacement]) -> Tensors:
         try:
             with patched(self.model, self.blocks, fits):
                 return {"nats": evaluate(self.model, self.windows, self.context).nats}
@@ -257,7 +269,8 @@ class Sweeper:
 
 def linear_module(model: Any, p: BlockProfile) -> Replacement:
     """A module that computes the block's least-squares map and can replace the block."""
-    module = Replacement(p.block.width, None, p.block.residual_inside, dtype=ACCUMULATION_DTYPE)
+    returns = ATTENTION_RETURNS if p.block.is_attention else 0
+    module = Replacement(p.block.width, None, p.block.residual_inside, returns=returns, dtype=ACCUMULATION_DTYPE)
     module.bypass = p.block.bypass
     with torch.no_grad():
         linear = p.trial_map

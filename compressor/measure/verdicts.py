@@ -11,6 +11,7 @@ from compressor.evaluate.budget import USUAL_NATS
 from compressor.evaluate.perplexity import PerplexityChange
 from compressor.measure.gradients import Damage
 from compressor.measure.profile import BlockProfile, Profile
+from compressor.models.blocks import BranchIndex
 
 SAFE_NATS = USUAL_NATS  # without a budget, a block is safe when its linear map costs less than this
 EXPECTED_FACTOR = 2.0  # a measured cost of up to this many times the prediction confirms the prediction
@@ -72,22 +73,22 @@ def describe_few_rows(profile: BlockProfile) -> str:
 
 
 def judge_all(
-    profile: Profile, damages: Mapping[int, Damage], limit: float, alone: Mapping[int, PerplexityChange]
-) -> dict[int, Verdict]:
+    profile: Profile, damages: Mapping[BranchIndex, Damage], limit: float, alone: Mapping[BranchIndex, PerplexityChange]
+) -> dict[BranchIndex, Verdict]:
     """The verdict on every block; `alone` are the measured costs of the blocks that were replaced on trial."""
-    profiles = {p.block.index: p for p in profile.blocks}
+    profiles = {p.block.index: p for p in profile.branches}
     return {index: judge(p, damages[index], limit, alone.get(index)) for index, p in profiles.items()}
 
 
 def judge_texts(
     profile: Profile,
-    damages: Mapping[int, Damage],
+    damages: Mapping[BranchIndex, Damage],
     limits: Mapping[str, float],
-    alone: Mapping[int, Mapping[str, PerplexityChange]],
-) -> dict[int, Verdict]:
+    alone: Mapping[BranchIndex, Mapping[str, PerplexityChange]],
+) -> dict[BranchIndex, Verdict]:
     """The verdict on every block that was replaced on trial, by the text on which it uses most of that text's limit."""
     verdicts = {}
-    for p in (p for p in profile.blocks if p.block.index in alone):
+    for p in (p for p in profile.branches if p.block.index in alone):
         changes = alone[p.block.index]
         name = max(changes, key=lambda name: upper_nats(changes[name]) / limits[name])
         verdict = judge(p, damages[p.block.index], limits[name], changes[name])

@@ -12,7 +12,7 @@ names the family.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import total_ordering
@@ -26,6 +26,10 @@ from compressor.runtime.errors import InputError
 
 FFN_NAMES = ("mlp", "ffn", "feed_forward")
 ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
+ATTENTION_RETURNS = 2  # values in the tuple that attention returns: its output, and its weights or None
+BRANCHES = ("ffn", "attention")
+CHECKED = "compressor_attention"  # the attribute of a model that was tried: layers with usual attention
+PROBE_TOKENS = 12
 SPLIT_FFN = ("fc1", "activation_fn", "fc2")
 
 
@@ -94,6 +98,11 @@ def layer_of(index: BranchIndex) -> int:
     return index.layer if isinstance(index, AttentionOf) else index
 
 
+def branch_of(index: BranchIndex) -> str:
+    """Which branch of its layer an index names."""
+    return "attention" if isinstance(index, AttentionOf) else "ffn"
+
+
 @dataclass(frozen=True)
 class Block:
     """One branch: the `path` of the module that is replaced, and the `layer_path` of the decoder layer around it."""
@@ -114,6 +123,11 @@ class Block:
     @property
     def is_attention(self) -> bool:
         return isinstance(self.index, AttentionOf)
+
+    @property
+    def branch(self) -> str:
+        """Which branch of its layer it is."""
+        return branch_of(self.index)
 
 
 @dataclass(frozen=True)
@@ -172,12 +186,55 @@ def describe_block(model: nn.Module, index: int, layer_path: str, ffn: str, widt
     )
 
 
-def find_attention(model: nn.Module) -> list[Block]:
-    """The attention of every layer in order of depth; layers without one that can be replaced are left out."""
-    family = model.config.get_text_config().model_type  # type: ignore[union-attr,operator]
+def find_attention(model: Any) -> list[Block]:
+    """The attention of every layer in order of depth; layers without one that can be replaced are left out.
+
+    A model is tried once on a few tokens: attention can be replaced where it takes hidden states and returns them in a
+    pair with its weights.
+    """
+    family = model.config.get_text_config().model_type
     known = (ARCHITECTURES[family].attention,) if family in ARCHITECTURES else ()
     found = (describe_attention(model, ffn, (*known, *ATTENTION_NAMES)) for ffn in find_blocks(model))
-    return [block for block in found if block is not None]
+    blocks = [block for block in found if block is not None]
+    if CHECKED not in model.__dict__:
+        model.__dict__[CHECKED] = list_usual_attention(model, blocks)
+    return [block for block in blocks if block.layer in model.__dict__[CHECKED]]
+
+
+@torch.no_grad()
+def list_usual_attention(model: Any, blocks: list[Block]) -> list[int]:
+    """The layers whose attention runs once in a pass of the model, on hidden states, and returns a pair with them."""
+    usual: list[int] = []
+    handles = []
+    for block in blocks:
+
+        def look(_: nn.Module, args: Any, kwargs: Any, output: Any, block: Block = block) -> None:
+            states = args[0] if args else kwargs.get("hidden_states")
+            pair = isinstance(output, (tuple, list)) and len(output) == ATTENTION_RETURNS
+            if (
+                pair
+                and isinstance(states, Tensor)
+                and isinstance(output[0], Tensor)
+                and output[0].shape == states.shape
+            ):
+                usual.append(block.layer)
+
+        handles.append(model.get_submodule(block.path).register_forward_hook(look, with_kwargs=True))
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    tokens = (torch.arange(PROBE_TOKENS) % vocabulary)[None].to(device_of(model))
+    try:
+        backbone(model)(input_ids=tokens, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [layer for layer in usual if usual.count(layer) == 1]
+
+
+def find_branches(model: nn.Module, branches: Collection[str] = BRANCHES) -> list[Block]:
+    """The branches of these kinds in order of depth, the attention of a layer before its FFN."""
+    found = find_blocks(model) if "ffn" in branches else []
+    found += find_attention(model) if "attention" in branches else []
+    return sorted(found, key=lambda block: block.index)
 
 
 def describe_attention(model: nn.Module, ffn: Block, names: tuple[str, ...]) -> Block | None:

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from compressor.modeling_compressor import KeptHeads
-from compressor.models.blocks import Block, backbone, hidden_states_of, modules_of, output_rows
+from compressor.models.blocks import PROBE_TOKENS, Block, backbone, hidden_states_of, modules_of, output_rows
 from compressor.models.neurons import Matrix
 from compressor.models.offload import device_of
 
-PROBE_TOKENS = 12
 TOLERANCE, TOLERANCE_IN_EPSILONS = 1e-4, 32  # of the output's size: at least, and in units of the dtype's epsilon
 
 
@@ -31,32 +30,34 @@ class Layout:
 
     `inputs` are its projections of x: one each for queries, keys and values, or one for all, either `stacked` one after
     another (all queries, all keys, all values) or `interleaved` unit by unit. `counts` are attributes that say how many
-    there are of something: "units", "queries" (query heads), or "columns" of a. `per_head` is an argument with a part
-    for each query head: its name and its position.
+    there are of something: "units", "queries" (query heads), or "columns" of a. `per_head` are the arguments that may
+    have a part for each query head, with their positions.
     """
 
     inputs: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     output: str = "o_proj"
     fused: Literal["no", "stacked", "interleaved"] = "no"
     counts: Mapping[str, Literal["units", "queries", "columns"]] = field(default_factory=dict)
-    per_head: tuple[str, int] | None = None
+    per_head: Mapping[str, int] = field(default_factory=dict)
 
 
 LAYOUTS: dict[str, Layout] = {
-    "bloom": Layout(("query_key_value",), "dense", "interleaved", {"num_heads": "queries"}, ("alibi", 2)),
+    "biogpt": Layout(output="out_proj"),
+    "bloom": Layout(("query_key_value",), "dense", "interleaved", {"num_heads": "queries"}, {"alibi": 2}),
     "falcon": Layout(
         ("query_key_value",),
         "dense",
         "interleaved",
         {"num_heads": "queries", "num_kv_heads": "units"},
-        ("alibi", 1),
+        {"alibi": 1, "attention_mask": 2},
     ),
     "gpt2": Layout(("c_attn",), "c_proj", "stacked", {"num_heads": "queries", "split_size": "columns"}),
     "gpt_neo": Layout(output="out_proj", counts={"num_heads": "queries"}),
     "gpt_neox": Layout(("query_key_value",), "dense", "interleaved"),
     "gptj": Layout(output="out_proj", counts={"num_attention_heads": "queries"}),
-    "mpt": Layout(("Wqkv",), "out_proj", "stacked", {"n_heads": "queries"}, ("position_bias", 1)),
+    "mpt": Layout(("Wqkv",), "out_proj", "stacked", {"n_heads": "queries"}, {"position_bias": 1}),
     "opt": Layout(output="out_proj", counts={"num_heads": "queries"}),
+    "persimmon": Layout(("query_key_value",), "dense", "interleaved", {"num_heads": "queries"}),
     "phi": Layout(output="dense"),
     "phi3": Layout(
         ("qkv_proj",),
@@ -65,6 +66,7 @@ LAYOUTS: dict[str, Layout] = {
         {"num_key_value_heads": "units", "config.num_attention_heads": "queries"},
     ),
     "stablelm": Layout(counts={"num_heads": "queries", "num_key_value_heads": "units"}),
+    "xglm": Layout(output="out_proj", counts={"num_heads": "queries", "embed_dim": "columns"}),
 }
 USUAL_LAYOUT = Layout()
 
@@ -82,7 +84,6 @@ class Heads:
     width: int
     outer_matrix: Matrix
     outer_path: str
-    returns: int  # values in the tuple that the module returns; 0: a bare tensor
     residual_inside: bool
 
     @property
@@ -93,7 +94,7 @@ class Heads:
     @property
     def size(self) -> int:
         """The number of parameters of one unit."""
-        inputs = sum(p.numel() for name in self.layout.inputs for p in getattr(self.module, name).parameters())
+        inputs: int = sum(p.numel() for name in self.layout.inputs for p in getattr(self.module, name).parameters())
         return inputs // self.count + self.columns * self.width
 
     @property
@@ -130,7 +131,7 @@ class Heads:
         """Attention with these units: projections of x as they are, a zero output projection, and zeros beside it."""
         numbers = {"units": len(kept), "queries": len(kept) * self.queries, "columns": len(kept) * self.columns}
         rows = {name: self.rows_of(name, kept) for name in self.layout.inputs}
-        per_head = self.layout.per_head and (*self.layout.per_head, self.count)
+        arguments, query_heads = dict(self.layout.per_head), self.count * self.queries
         modules = KeptHeads(
             self.module,
             self.width,
@@ -140,7 +141,7 @@ class Heads:
             (self.layout.output, len(kept) * self.columns),
             {name: numbers[what] for name, what in self.layout.counts.items()},
             self.residual_inside,
-            per_head,
+            {"heads": query_heads, "arguments": arguments} if arguments else None,
             **placement,
         )
         with torch.no_grad():
@@ -160,10 +161,6 @@ class AttentionCall:
     kwargs: dict[str, Any]
     output: Any
     a: Tensor | None
-
-    @property
-    def returns(self) -> int:
-        return len(self.output) if isinstance(self.output, (tuple, list)) else 0
 
 
 def spread(units: Tensor, size: int) -> Tensor:
@@ -232,15 +229,22 @@ def describe_heads(model: Any, block: Block, call: AttentionCall) -> Heads | Non
         return None
     outer = Matrix(getattr(module, layout.output))
     query_heads = config.num_attention_heads
-    units = count_units(config, module, query_heads)
     columns = outer.weight.shape[1]
     rows = sum(len(Matrix(getattr(module, name)).weight) for name in layout.inputs)
-    if query_heads % units or columns % query_heads or call.a is None or (layout.per_head and query_heads != units):
-        layout = Layout(layout.inputs, layout.output, layout.fused, layout.counts)
-        if query_heads % units or columns % query_heads or call.a is None:
-            return None
+    if columns % query_heads or call.a is None:
+        return None
     value_width = columns // query_heads
-    head_width = (rows - units * value_width) // (query_heads + units)
+    # A config may name key-value heads in a family that has none.
+    units, head_width = next(
+        (
+            (units, (rows - units * value_width) // (query_heads + units))
+            for units in (count_units(config, query_heads), query_heads)
+            if query_heads % units == 0 and (rows - units * value_width) % (query_heads + units) == 0
+        ),
+        (0, 0),
+    )
+    if not units:
+        return None
     return Heads(
         module=module,
         layout=layout,
@@ -251,12 +255,21 @@ def describe_heads(model: Any, block: Block, call: AttentionCall) -> Heads | Non
         width=block.width,
         outer_matrix=outer,
         outer_path=f"{block.path}.{layout.output}",
-        returns=call.returns,
         residual_inside=block.residual_inside,
     )
 
 
-def count_units(config: Any, module: Any, query_heads: int) -> int:
+def anchor_layers(model: Any) -> set[int]:
+    """The layers that must keep at least one unit: caches ask them how many tokens they hold.
+
+    They ask layer 0 for the length, and the first layer of each kind (with a sliding window or without) for the size of
+    that kind's mask. A layer without units never writes to its cache and would answer 0.
+    """
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return {0, *(list(kinds).index(kind) for kind in set(kinds))}
+
+
+def count_units(config: Any, query_heads: int) -> int:
     """The number of key-value heads."""
     if getattr(config, "model_type", "") == "falcon" and not config.new_decoder_architecture:
         return 1 if config.multi_query else query_heads

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.models.blocks import Block, Rows, capture_rows, hidden_states_of, run_block, unsupported
+from compressor.models.blocks import Block, BranchIndex, Rows, capture_rows, hidden_states_of, run_block, unsupported
 from compressor.models.calls import (
     ArgumentPath,
     Call,
@@ -66,7 +66,7 @@ class OwnPass:
         self.inputs: list[Tensor] = []
         self.calls: list[Call] = []
         self.outputs: list[Tensor] = []
-        self.rows: dict[int, Rows] = {}
+        self.rows: dict[BranchIndex, Rows] = {}
         self.tuple_length = 0
         self.logits = torch.zeros(0)
 

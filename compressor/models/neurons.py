@@ -62,6 +62,8 @@ class Neurons:
     count: int
     width: int
     biased: bool
+    columns = 1  # of the activations, that belong to a neuron
+    fixed = 0  # parameters that stay as long as a neuron stays
 
     @property
     def gated(self) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.models.blocks import Block, hidden_states_of
+from compressor.models.blocks import Block, find_blocks, hidden_states_of, output_rows, with_hidden_states
 from compressor.models.calls import LayerCalls, passing_through, record_calls, split_arguments
 from compressor.models.layer_check import check_layers
 from compressor.models.offload import device_of, disk_weights_of
@@ -191,24 +191,45 @@ def estimate_gain(model: Any, block: Block, stream: Stream) -> float | None:
     state = stream.states[0]
     causes: list[Tensor] = []
 
-    def perturb(_: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
-        size = LOUDNESS * max(root_mean_square(before), root_mean_square(output))
-        size = min(size, torch.finfo(output.dtype).max * LARGEST_NOISE)
-        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
-        perturbed = output + (size * noise).to(output)
-        causes.append(perturbed.double() - output.double())  # as rounded
-        return perturbed
+    def perturb(_: torch.nn.Module, args: Any, output: Any) -> Any:
+        hidden = hidden_states_of(output)
+        size = LOUDNESS * max(root_mean_square(before), root_mean_square(hidden))
+        size = min(size, torch.finfo(hidden.dtype).max * LARGEST_NOISE)
+        noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
+        perturbed = hidden + (size * noise).to(hidden)
+        causes.append(perturbed.double() - hidden.double())  # as rounded
+        return with_hidden_states(output, perturbed)
 
-    before = stream.call_layer(0, stream.position, state).double()
-    handle = last.register_forward_hook(perturb)
-    try:
-        effect = stream.call_layer(0, stream.position, state).double() - before
-    finally:
-        handle.remove()
+    with silenced_ffn(model, block):
+        before = stream.call_layer(0, stream.position, state).double()
+        handle = last.register_forward_hook(perturb)
+        try:
+            effect = stream.call_layer(0, stream.position, state).double() - before
+        finally:
+            handle.remove()
     cause = causes[0].reshape(effect.shape)  # OPT flattens its rows
     gain = (effect * cause).sum() / cause.square().sum().clamp_min(1e-300)
     rest = (effect - gain * cause).square().sum()
     return gain.item() if gain > 0 and rest <= UNEXPLAINED * effect.square().sum() else None
+
+
+@contextmanager
+def silenced_ffn(model: Any, block: Block) -> Iterator[None]:
+    """While open, the FFN in the layer of an attention adds nothing: it would answer to what attention adds."""
+    if not block.is_attention:
+        yield
+        return
+    ffn = next(other for other in find_blocks(model) if other.layer == block.layer)
+    last = model.get_submodule(ffn.bypass[-1] if ffn.bypass else ffn.path)
+
+    def silence(_: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        return output - output_rows(args, kwargs, output, ffn).reshape(output.shape)
+
+    handle = last.register_forward_hook(silence, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def root_mean_square(values: Tensor) -> float:

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from compressor.modeling_compressor import Replacement, restore, specs, swap
-from compressor.models.blocks import Block, placement_of
+from compressor.modeling_compressor import KeptHeads, Replacement, restore, specs, swap
+from compressor.models.blocks import Block, BranchIndex, placement_of
 from compressor.models.source import identify
 from compressor.runtime.cache import digest
 
 __all__ = ["Originals", "identify_patched", "patch", "patched", "specs", "unpatch"]
 
 Originals = dict[str, nn.Module]  # by path, the modules that were replaced
+AnyModule = TypeVar("AnyModule", bound=Replacement | KeptHeads)
+Replacements = Mapping[BranchIndex, Replacement | KeptHeads]
 
 
-def patch(model: nn.Module, blocks: Sequence[Block], replacements: Mapping[int, Replacement]) -> Originals:
+def patch(model: nn.Module, blocks: Iterable[Block], replacements: Replacements) -> Originals:
     """Replace the blocks with these indices and return the original modules, which `unpatch` puts back.
 
     The replacements must already have the model's dtype and device (`as_stored`).
     """
     by_index = {block.index: block for block in blocks}
-    modules: dict[str, Replacement] = {}
+    modules: dict[str, Replacement | KeptHeads] = {}
     for index, module in replacements.items():
         if index not in by_index:
             raise ValueError(f"there is no block {index} to replace; the model has blocks {sorted(by_index)}")
@@ -47,7 +49,7 @@ def unpatch(model: nn.Module, originals: Originals) -> None:
 
 
 @contextmanager
-def patched(model: nn.Module, blocks: Sequence[Block], replacements: Mapping[int, Replacement]) -> Iterator[None]:
+def patched(model: nn.Module, blocks: Iterable[Block], replacements: Replacements) -> Iterator[None]:
     """While the context is open, the model is patched."""
     originals = patch(model, blocks, replacements)
     try:
@@ -56,16 +58,16 @@ def patched(model: nn.Module, blocks: Sequence[Block], replacements: Mapping[int
         unpatch(model, originals)
 
 
-def identify_patched(model: Any, replacements: Mapping[int, Replacement]) -> dict[str, Any]:
+def identify_patched(model: Any, replacements: Replacements) -> dict[str, Any]:
     """Everything that the outputs of a model with these replacements depend on, for cache keys."""
     replaced = {
         str(index): [json.dumps(module.spec(), sort_keys=True), digest(sorted(module.state_dict().items()))]
-        for index, module in sorted(replacements.items())
+        for index, module in sorted(replacements.items(), key=lambda item: item[0])
     }
     return {**identify(model), "replaced": replaced}
 
 
-def as_stored(module: Replacement, model: Any, block: Block, stored: torch.dtype) -> Replacement:
+def as_stored(module: AnyModule, model: Any, block: Block, stored: torch.dtype) -> AnyModule:
     """The module with its parameters rounded to the checkpoint's dtype `stored`, on the device and in the dtype of the
     block. Buffers are only moved: positions would lose digits."""
     placement = placement_of(model, block)
@@ -73,4 +75,5 @@ def as_stored(module: Replacement, model: Any, block: Block, stored: torch.dtype
         for name, parameter in part.named_parameters(recurse=False):
             rounded = parameter.detach().to(stored).to(**placement)
             setattr(part, name, torch.nn.Parameter(rounded, requires_grad=parameter.requires_grad))
-    return module.to(placement["device"])
+    module.to(placement["device"])
+    return module

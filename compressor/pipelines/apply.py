@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from compressor.modeling_compressor import Replacement as Module
-from compressor.models.blocks import find_blocks
+from compressor.models.blocks import BranchIndex, find_blocks, find_branches
 from compressor.models.source import identify, source_of
 from compressor.patch.checkpoint import count_parameters
-from compressor.patch.tree import identify_patched, patched
+from compressor.patch.tree import Replacements, identify_patched, patched
 from compressor.pipelines import recipe as recipes
 from compressor.pipelines.compress import finish
 from compressor.pipelines.describe import describe_source, describe_text, put_replacements
@@ -57,7 +55,7 @@ def run(recipe: Recipe, plan_file: Path, context: RunContext) -> Record:
         how: dict[str, Any] = {"compensated": plan.compensated, "choices": job.choices}
         fits = fit_shapes(job.model, shapes, job.text, job.context, **how)
         identity = identify_patched(job.model, fits)
-        with patched(job.model, find_blocks(job.model), fits):
+        with patched(job.model, find_branches(job.model), fits):
             compressed = evaluator.measure(job.model, "compressed", identity, source)
         refuse_over_budget(evaluator, source, compressed, shapes)
         refuse_short(job.recipe, plan_file, job.model, fits)
@@ -75,11 +73,11 @@ def run(recipe: Recipe, plan_file: Path, context: RunContext) -> Record:
         return finish(job, evaluator, fits, source, compressed, put_replacements(record, fits), out)
 
 
-def refuse_short(recipe: Recipe, plan_file: Path, model: Any, fits: Mapping[int, Module]) -> None:
+def refuse_short(recipe: Recipe, plan_file: Path, model: Any, fits: Replacements) -> None:
     """BudgetError when a plan, perhaps edited, removes less than its recipe asks for."""
     target = size_target(recipe, count_parameters(model))
-    blocks = find_blocks(model)
-    removed = sum(blocks[index].parameters - count_parameters(module) for index, module in fits.items())
+    sizes = {block.index: block.parameters for block in find_branches(model)}
+    removed = sum(sizes[index] - count_parameters(module) for index, module in fits.items())
     if target is not None and removed < target.parameters:
         raise BudgetError(
             f"plan {plan_file} removes {target.share(removed)}, less than its --remove {target.asked}: "
@@ -108,7 +106,7 @@ def why_nothing_to_apply(plan: PlanRecord) -> str:
     )
 
 
-def shapes_of(plan: PlanRecord) -> dict[int, Shape]:
+def shapes_of(plan: PlanRecord) -> dict[BranchIndex, Shape]:
     """What stands in every block that the plan replaces."""
     indices = [block.index for block in plan.blocks]
     twice = next((index for index in indices if indices.count(index) > 1), None)

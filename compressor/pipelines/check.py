@@ -11,12 +11,19 @@ from typing import Any
 
 from compressor.evaluate.budget import parse_divergence
 from compressor.evaluate.evaluator import tokenizer_sha256
+from compressor.evaluate.kv_cache import kv_cache_bytes
 from compressor.models.load import load_model
 from compressor.models.source import identify, source_of
 from compressor.patch.checkpoint import count_parameters
 from compressor.pipelines import recipe as recipes
 from compressor.pipelines.baseline import BaselineFile, baseline_of, compare_with, read_baseline, refuse_other_model
-from compressor.pipelines.describe import describe_assessment, describe_sizes, describe_source, describe_text
+from compressor.pipelines.describe import (
+    describe_assessment,
+    describe_kv_cache,
+    describe_sizes,
+    describe_source,
+    describe_text,
+)
 from compressor.pipelines.job import (
     context_for,
     make_evaluator,
@@ -106,6 +113,7 @@ def run(directory: Path, options: Mapping[str, Any], gate: Gate, context: RunCon
         tokenizer_sha256=tokenizer_sha256(tokenizer),
         text=describe_text(text),
         parameters=sizes,
+        kv_cache=describe_kv_cache(compressed, kv_cache_bytes(original), kv_cache_bytes(compressed)),
         recipe=recipe.settings(),
         **describe_assessment(assessment, evaluator, sizes, size_target(recipe, count_parameters(original))),
     )

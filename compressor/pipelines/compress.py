@@ -7,16 +7,16 @@ from pathlib import Path
 
 from compressor.evaluate.budget import compute_limits
 from compressor.evaluate.evaluator import Evaluator, Measured
+from compressor.evaluate.kv_cache import kv_cache_bytes
 from compressor.evaluate.speed import measure_speed
 from compressor.measure.profile import measure
-from compressor.modeling_compressor import Replacement
-from compressor.models.blocks import find_blocks
+from compressor.models.blocks import find_branches
 from compressor.models.source import identify
 from compressor.patch.checkpoint import count_parameters
-from compressor.patch.tree import identify_patched, patch
+from compressor.patch.tree import Replacements, identify_patched, patch
 from compressor.patch.verify import TOKENS
 from compressor.pipelines import recipe as recipes
-from compressor.pipelines.describe import describe_assessment, describe_plan, describe_speed
+from compressor.pipelines.describe import describe_assessment, describe_kv_cache, describe_plan, describe_speed
 from compressor.pipelines.describe_profile import describe_profile
 from compressor.pipelines.job import Job, open_job, require_room, reserved_out, size_target, study_blocks
 from compressor.pipelines.outputs import write_result
@@ -41,7 +41,8 @@ def run(recipe: Recipe, context: RunContext) -> Record:
         evaluator = job.evaluator()
 
         store = open_store(job.model, job.text, job.context, job.choices)
-        profile = measure(job.model, job.text, job.context, beside=[store.collector()], states=store.states)
+        branches, beside = job.choices.searched_branches, [store.collector()]
+        profile = measure(job.model, job.text, job.context, branches=branches, beside=beside, states=store.states)
         source = evaluator.measure(job.model, "source", identify(job.model))
         limits = compute_limits(evaluator.budgets, evaluator.perplexities(source.losses), recipe.max_kl)
         with_kl = recipe.max_kl is not None
@@ -64,7 +65,7 @@ def run(recipe: Recipe, context: RunContext) -> Record:
 def finish(
     job: Job,
     evaluator: Evaluator,
-    fits: dict[int, Replacement],
+    fits: Replacements,
     source: Measured,
     compressed: Measured,
     record: Record,
@@ -73,13 +74,15 @@ def finish(
 ) -> Record:
     """Measure the speed, patch for good, assess the patched model against its source, complete the record, and write
     everything."""
-    blocks, windows = find_blocks(job.model), job.text.verification.windows
+    blocks, windows = find_branches(job.model), job.text.verification.windows
     identity = identify_patched(job.model, fits)
     first = distributed.rank() == 0
     speed = describe_speed(
         distributed.broadcast_value(measure_speed(job.model, blocks, fits, windows) if first else None)
     )
+    cache_before = kv_cache_bytes(job.model)
     patch(job.model, blocks, fits)
+    kv_cache = describe_kv_cache(job.model, cache_before, kv_cache_bytes(job.model))
     assessment = evaluator.assess(source, compressed, job.model, identity, task_looks)
     assert count_parameters(job.model) == record.parameters.after
 
@@ -90,7 +93,7 @@ def finish(
     target = size_target(job.recipe, present(record.parameters.before))
     assessed = describe_assessment(assessment, evaluator, record.parameters, target)
     assessed["warnings"] = [*record.warnings, *assessed["warnings"]]
-    record = record.with_parts(**assessed, speed=speed, timings=timings)
+    record = record.with_parts(**assessed, speed=speed, kv_cache=kv_cache, timings=timings)
     recipe = recipes.dump(job.recipe, "Reproduces this checkpoint:\ncompress --recipe recipe.yaml --out NEW_DIRECTORY")
     written = write_result(
         job.model, job.tokenizer, out, record, recipe, tokens=windows[:1, :TOKENS], progress=job.context.progress

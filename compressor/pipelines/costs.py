@@ -20,11 +20,12 @@ from compressor.evaluate.speed import DECODED, LEAST_PAIRS, PREFILL_TOKENS, time
 from compressor.measure.gradients import GRADIENT_TOKENS
 from compressor.measure.moments import ACCUMULATION_DTYPE, add_gram
 from compressor.measure.swap import spread_windows
-from compressor.models.blocks import Block, find_blocks
-from compressor.models.neurons import Neurons
+from compressor.models.blocks import Block, BranchIndex, find_branches
 from compressor.models.offload import device_of, disk_weights_of
 from compressor.pipelines.job import Job
 from compressor.plan.block_trials import TRIAL_TOKENS
+from compressor.plan.candidates import Units
+from compressor.plan.moments_store import count_features
 from compressor.plan.selection import invert
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
@@ -146,7 +147,7 @@ def count_quantities(job: Job, requested: int, opening: float, stored: int) -> d
     `requested` are the tokens of all tasks, `opening` the seconds that loading took, `stored` the bytes of the result.
     """
     text, recipe = job.text, job.recipe
-    blocks = find_blocks(job.model)
+    blocks = find_branches(job.model, job.choices.searched_branches)
     alone = spread_windows(text, TRIAL_TOKENS)[0].windows.numel()
     timed = 0 if disk_weights_of(job.model) is not None else 1  # nothing is timed where weights are on disk
     return {
@@ -233,10 +234,10 @@ def time_decoding(model: Any, prompts: Sequence[Tensor]) -> tuple[float, float]:
 
 
 def time_algebra(
-    blocks: Sequence[Block], neurons: Mapping[int, Neurons | None], device: torch.device
+    blocks: Sequence[Block], units: Mapping[BranchIndex, Units | None], device: torch.device
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Seconds per token of all blocks' Gram matrices, and of one inverse of each of them."""
-    sizes = [count_features(block, neurons[block.index]) for block in blocks]
+    sizes = [count_features(block, units[block.index]) for block in blocks]
     features = min(max(sizes), TIMED_FEATURES)
     rows = torch.randn(TIMED_ROWS, features, generator=torch.Generator().manual_seed(0)).to(device)
     gram = (rows.T @ rows).to(ACCUMULATION_DTYPE)
@@ -246,11 +247,6 @@ def time_algebra(
     squares, cubes = (sum((size / features) ** power for size in sizes) for power in (2, 3))
     least, most = (squares * seconds / TIMED_ROWS for seconds in products)
     return (least, most), (cubes * inverses[0], cubes * inverses[1])
-
-
-def count_features(block: Block, neurons: Neurons | None) -> int:
-    """The inputs and neurons of a block: the size of its Gram matrix."""
-    return block.width + (neurons.count if neurons else block.width)
 
 
 class Stopwatch:

@@ -7,33 +7,39 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from compressor.evaluate.breakdown import Band, LossBreakdown
 from compressor.evaluate.budget import Budget
 from compressor.evaluate.evaluator import Assessment, Evaluator
 from compressor.evaluate.fidelity import FidelityChange
 from compressor.evaluate.generation import GenerationCheck
+from compressor.evaluate.kv_cache import kv_cache_bytes
 from compressor.evaluate.perplexity import PerplexityChange
 from compressor.evaluate.speed import PairedTimes, Speed
 from compressor.evaluate.tasks import Task, TaskChange
 from compressor.export.llama import LLAMA_TYPES
-from compressor.modeling_compressor import Replacement, specs
-from compressor.models.source import describe_origin, source_of
+from compressor.modeling_compressor import specs
+from compressor.models.blocks import AttentionOf, find_attention, layer_of
+from compressor.models.heads import count_units
+from compressor.models.source import describe_origin, source_of, stored_dtype
 from compressor.patch.checkpoint import count_parameters
+from compressor.patch.tree import Replacements
 from compressor.plan.calibration import Calibration
 from compressor.plan.removal import SizeTarget
 from compressor.plan.search import Plan
 from compressor.report import record_parts as parts
-from compressor.report import search_parts
+from compressor.report import search_parts, speed_parts
 from compressor.report.fidelity import Fidelity
 from compressor.report.record import Record, SavedRecord, describe_tool
+from compressor.report.record_parts import present
 from compressor.runtime.names import NO_LIMIT, UNNAMED
 from compressor.text import SPLITS, Split, Text
 
 KEEP = parts.Replacement(kind="keep", rank=None, neurons=None)
+AnyBlock = TypeVar("AnyBlock", bound=parts.Block)
 
 
 def describe_source(model: Any) -> parts.Source:
@@ -61,13 +67,50 @@ def describe_text(text: Text) -> parts.Texts:
 
 def describe_model(model: Any) -> SavedRecord:
     """The record of a model that was patched through the Python API: what it is, without measurements."""
-    blocks = [parts.SavedBlock(path=path, replacement=short(spec)) for path, spec in specs(model).items()]
-    size = parts.Parameters(after=count_parameters(model))
-    return SavedRecord(**describe_tool(), source=describe_source(model), parameters=size, blocks=blocks)
+    kept = keep_attention(model)
+    attention_paths = {block.path for block in find_attention(model)}
+    blocks, attention = [], []
+    for path, spec in specs(model).items():
+        if path in attention_paths:
+            attention.append(parts.SavedBlock(path=path, replacement=shorten_attention(spec, kept)))
+        else:
+            blocks.append(parts.SavedBlock(path=path, replacement=shorten(spec)))
+    return SavedRecord(
+        **describe_tool(),
+        source=describe_source(model),
+        parameters=parts.Parameters(after=count_parameters(model)),
+        blocks=blocks,
+        attention=attention,
+        kv_cache=describe_kv_cache(model, None, kv_cache_bytes(model)),
+    )
 
 
-def short(spec: Mapping[str, Any]) -> parts.Replacement:
+def shorten(spec: Mapping[str, Any]) -> parts.Replacement:
+    """What the record keeps of a spec that stands for an FFN."""
     return parts.Replacement(kind=spec["kind"], rank=spec["rank"], neurons=spec["neurons"])
+
+
+def shorten_attention(spec: Mapping[str, Any], kept: parts.Replacement) -> parts.Replacement:
+    """What the record keeps of a spec that stands for attention, which as a whole is `kept`."""
+    heads = list(spec.get("heads", []))
+    values = {"kind": spec["kind"], "rank": spec["rank"], "heads": len(heads), "kept_heads": heads}
+    return kept.model_copy(update=values)
+
+
+def keep_attention(model: Any) -> parts.Replacement:
+    """Attention that is as it was: how many heads it has."""
+    config = model.config.get_text_config()
+    units = count_units(config, config.num_attention_heads)
+    queries = config.num_attention_heads // units
+    return parts.Replacement(kind="keep", rank=None, heads=None, units=units, query_heads_per_unit=queries)
+
+
+def describe_kv_cache(model: Any, before: int | None, after: int | None) -> speed_parts.KVCache | None:
+    """The bytes per token of the key-value cache, of a model that may have none."""
+    if after is None:
+        return None
+    dtype = str(stored_dtype(model)).removeprefix("torch.")
+    return speed_parts.KVCache(bytes_per_token_before=before, bytes_per_token_after=after, dtype=dtype)
 
 
 def describe_sizes(before: int, after: int) -> parts.Parameters:
@@ -75,18 +118,27 @@ def describe_sizes(before: int, after: int) -> parts.Parameters:
     return parts.Parameters(before=before, after=after, removed=removed, removed_fraction=removed / before)
 
 
-def put_replacements(record: Record, fits: Mapping[int, Replacement]) -> Record:
-    """The record with these replacements in its blocks, and the parameters they leave."""
-    blocks = []
+def put_replacements(record: Record, fits: Replacements) -> Record:
+    """The record with these replacements in its blocks and attention, and the parameters they leave."""
+    blocks: list[parts.Block] = []
     for block in record.blocks:
         module = fits.get(block.index)
-        after = block.params_before if module is None else count_parameters(module)
-        replacement = KEEP if module is None else short(module.spec())
-        blocks.append(block.model_copy(update={"params_after": after, "replacement": replacement}))
-    before = record.parameters.before
-    assert before is not None
-    removed = sum(block.params_before - block.params_after for block in blocks)
-    return record.with_parts(blocks=blocks, parameters=describe_sizes(before, before - removed))
+        replacement = KEEP if module is None else shorten(module.spec())
+        blocks.append(put_replacement(block, module, replacement))
+    attention: list[parts.Attention] = []
+    for branch in record.attention:
+        module = fits.get(AttentionOf(branch.index))
+        kept = branch.replacement.model_copy(update={"kind": "keep", "rank": None, "heads": None, "kept_heads": None})
+        replacement = kept if module is None else shorten_attention(module.spec(), kept)
+        attention.append(put_replacement(branch, module, replacement))
+    before = present(record.parameters.before)
+    removed = sum(block.params_before - block.params_after for block in (*blocks, *attention))
+    return record.with_parts(blocks=blocks, attention=attention, parameters=describe_sizes(before, before - removed))
+
+
+def put_replacement(block: AnyBlock, module: nn.Module | None, replacement: parts.Replacement) -> AnyBlock:
+    after = block.params_before if module is None else count_parameters(module)
+    return block.model_copy(update={"params_after": after, "replacement": replacement})
 
 
 def describe_plan(record: Record, plan: Plan) -> Record:
@@ -114,7 +166,7 @@ def describe_calibration(calibration: Calibration) -> search_parts.Agreement:
     """Predicted against measured nats per token, one replacement in every block alone."""
     points = [
         search_parts.Prediction(
-            index=point.candidate.index,
+            index=layer_of(point.candidate.index),
             replacement=str(point.candidate.shape),
             predicted=point.predicted,
             measured=point.measured,
@@ -125,11 +177,14 @@ def describe_calibration(calibration: Calibration) -> search_parts.Agreement:
         for point in calibration.points
     ]
     loss, kl = (None if math.isnan(r) else r for r in (calibration.correlation, calibration.kl_correlation))
-    return search_parts.Agreement(rank_correlation=loss, kl_rank_correlation=kl, blocks=points)
+    of_attention = [isinstance(point.candidate.index, AttentionOf) for point in calibration.points]
+    blocks = [point for point, attends in zip(points, of_attention, strict=True) if not attends]
+    attention = [point for point, attends in zip(points, of_attention, strict=True) if attends]
+    return search_parts.Agreement(rank_correlation=loss, kl_rank_correlation=kl, blocks=blocks, attention=attention)
 
 
-def describe_speed(speed: Speed) -> parts.Speed:
-    return parts.Speed(
+def describe_speed(speed: Speed) -> speed_parts.Speed:
+    return speed_parts.Speed(
         flops_before=speed.flops_before,
         flops_after=speed.flops_after,
         flops_ratio=speed.flops_ratio,
@@ -195,7 +250,7 @@ def check_size(sizes: parts.Parameters, target: SizeTarget | None) -> list[parts
     """Whether as much is gone as was asked for, as a share of the model."""
     if target is None:
         return []
-    removed, before = parts.present(sizes.removed), parts.present(sizes.before)
+    removed, before = present(sizes.removed), present(sizes.before)
     return [
         parts.Check(
             name=parts.SIZE_CHECK,

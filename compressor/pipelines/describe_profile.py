@@ -16,12 +16,21 @@ from compressor.measure.probes import BILINEAR_RANK, CONVERGED, ROUND, TRAINED_B
 from compressor.measure.profile import FIGURES, ROWS_PER_FEATURE, BlockProfile, Profile
 from compressor.measure.r2_interval import FEW_WINDOWS
 from compressor.measure.study import Study
+from compressor.models.blocks import AttentionOf, Block
+from compressor.models.heads import layout_of
 from compressor.patch.checkpoint import count_parameters
-from compressor.pipelines.describe import KEEP, change_values, describe_source, describe_split, describe_text
+from compressor.pipelines.describe import (
+    KEEP,
+    change_values,
+    describe_source,
+    describe_split,
+    describe_text,
+    keep_attention,
+)
 from compressor.plan.calibration import rank_correlation
 from compressor.plan.shapes import Shape
 from compressor.report import record_parts as parts
-from compressor.report.formats import block_numbers, last_part
+from compressor.report.formats import last_part, list_branches
 from compressor.report.record import ProfileSet, Record, describe_tool, profiles_of
 from compressor.text import HELD_OUT_EVERY, Text
 
@@ -32,28 +41,48 @@ WHOLE = ("input_rank", "top_position")
 def describe_profile(model: Any, tokenizer: Any, text: Text, profile: Profile, study: Study) -> Record:
     """The record of a measurement: no budget, no replacement."""
     swap: dict[str, Any] = {"swap": describe_sweep(study, count_parameters(model))} if study.sweep else {}
+    attention: dict[str, Any] = {"attention": []}
+    if profile.attention:
+        kept = keep_attention(model)
+        attention["attention"] = [
+            parts.Attention(
+                **block_values(p, study, name_rows(p, text, tokenizer), has_bias(model, p.block)), replacement=kept
+            )
+            for p in profile.attention
+        ]
+        attention["attention_shape"] = describe_shape([p.r2_lin for p in profile.attention])
     return Record(
         **describe_tool(),
         source=describe_source(model),
         text=describe_text(text),
         parameters=parts.Parameters(before=count_parameters(model)),
         rows=parts.Rows(fitted=profile.rows_fitted, held_out=profile.rows_held_out),
-        blocks=[describe_block(p, study, name_rows(p, text, tokenizer)) for p in profile.blocks],
+        blocks=[
+            parts.Block(**block_values(p, study, name_rows(p, text, tokenizer)), replacement=KEEP)
+            for p in profile.blocks
+        ],
         shape=describe_shape([p.r2_lin for p in profile.blocks]),
+        **attention,
         warnings=describe_doubts(profile),
         **swap,
         **describe_probes(study),
     )
 
 
+def has_bias(model: Any, block: Block) -> bool:
+    """Whether a linear map in place of this attention has a bias: where its output projection has one."""
+    output = getattr(model.get_submodule(block.path), layout_of(model).output, None)
+    return getattr(output, "bias", None) is not None
+
+
 def describe_doubts(profile: Profile, prefix: str = "") -> list[str]:
     """What the calibration text is too short for, and how many tokens would do."""
     doubts = []
-    thin = [p for p in profile.blocks if not p.carried]
+    everything = [*profile.blocks, *profile.attention]
+    thin = [p for p in everything if not p.carried]
     if thin:
         widest = max(thin, key=lambda p: p.block.width)
-        which = "" if len(thin) == len(profile.blocks) else f" of {'block' if len(thin) == 1 else 'blocks'} "
-        which += block_numbers([p.block.index for p in thin]) if which else ""
+        which = "" if len(thin) == len(everything) else f" of {name_branches([p.block for p in thin])}"
         doubts.append(
             f"{prefix}R²_lin{which} shows the noise of the fit: {profile.rows_fitted:,} fitted rows are "
             f"{profile.rows_fitted / widest.block.width:.1f} per input feature, and least squares needs "
@@ -70,21 +99,33 @@ def describe_doubts(profile: Profile, prefix: str = "") -> list[str]:
     return doubts
 
 
+def name_branches(blocks: Sequence[Block]) -> str:
+    """Blocks in words: `blocks 3, 7–9 and attention 4`."""
+    return list_branches(
+        [block.layer for block in blocks if not block.is_attention],
+        [block.layer for block in blocks if block.is_attention],
+    )
+
+
 def figure_values(p: BlockProfile) -> dict[str, Any]:
     """What one text says of one block, as fields of the record."""
     figures = {name: getattr(p, name) for name in FIGURES}
-    shape = Shape(p.sufficient_rank if 2 * p.sufficient_rank < p.block.width else None)
     return {
-        "index": p.block.index,
+        "index": p.block.layer,
         **figures,
         **{name: int(figures[name]) for name in WHOLE},
         "r2_lin_ci95": p.r2_lin_ci95,
         "rank_99": p.sufficient_rank,
-        "rank_99_params": shape.parameters(p.block.width, 0),
     }
 
 
-def describe_block(p: BlockProfile, study: Study, top_rows: list[parts.TopRow]) -> parts.Block:
+def count_linear(rank: int, width: int, biased: bool) -> int:
+    """The parameters of a linear map of this rank, as two matrices where these are smaller than one."""
+    return Shape(rank if 2 * rank < width else None).weights(width, 0) + (width if biased else 0)
+
+
+def block_values(p: BlockProfile, study: Study, top_rows: list[parts.TopRow], biased: bool = True) -> dict[str, Any]:
+    """Everything measured of one block, as fields of the record; `biased`: whether its linear map has a bias."""
     index = p.block.index
     damage, verdict = study.damages[index], study.verdicts[index]
     ranks = ladder_ranks(len(p.ladder) - 1)
@@ -100,21 +141,21 @@ def describe_block(p: BlockProfile, study: Study, top_rows: list[parts.TopRow]) 
     for crossing in study.crossings:
         if crossing.index == index:
             optional["cross"] = parts.Crossing(**asdict(crossing))
-    return parts.Block(
+    return {
         **figure_values(p),
-        path=p.block.path,
-        predicted_dloss=damage.linear,
-        predicted_dloss_factorised=damage.factorised,
-        params_before=p.block.parameters,
-        params_after=p.block.parameters,
-        linear_params=Shape(None).parameters(p.block.width, 0),
-        ladder=parts.Ladder(ranks=ranks, r2=p.ladder[ranks].tolist()),
-        verdict=verdict.word,
-        reason=verdict.reason,
-        replacement=KEEP,
-        top_rows=top_rows,
+        "path": p.block.path,
+        "predicted_dloss": damage.linear,
+        "predicted_dloss_factorised": damage.factorised,
+        "params_before": p.block.parameters,
+        "params_after": p.block.parameters,
+        "rank_99_params": count_linear(p.sufficient_rank, p.block.width, biased),
+        "linear_params": count_linear(p.block.width, p.block.width, biased),
+        "ladder": parts.Ladder(ranks=ranks, r2=p.ladder[ranks].tolist()),
+        "verdict": verdict.word,
+        "reason": verdict.reason,
+        "top_rows": top_rows,
         **optional,
-    )
+    }
 
 
 def ladder_ranks(full: int) -> list[int]:
@@ -148,7 +189,8 @@ def describe_sweep(study: Study, parameters: int) -> parts.Swap:
     together = [
         parts.Together(
             **trial_values(group.change),
-            blocks=list(group.blocks),
+            blocks=[index for index in group.blocks if isinstance(index, int)],
+            attention=[index.layer for index in group.blocks if isinstance(index, AttentionOf)],
             removed=group.removed,
             removed_fraction=group.removed / parameters,
         )
@@ -236,7 +278,13 @@ def describe_corpora(names: Sequence[str], texts: Sequence[Text], profiles: Sequ
         parts.Corpus(
             name=name,
             text=describe_split(text.calibration),
-            blocks=[parts.BlockFigures(**figure_values(p)) for p in profile.blocks],
+            blocks=[
+                parts.BlockFigures(
+                    **figure_values(p), rank_99_params=count_linear(p.sufficient_rank, p.block.width, biased=True)
+                )
+                for p in profile.blocks
+            ],
+            attention=[parts.BlockFigures(**figure_values(p)) for p in profile.attention],
             shape=describe_shape([p.r2_lin for p in profile.blocks]),
         )
         for name, text, profile in zip(names, texts, profiles, strict=True)
@@ -273,19 +321,23 @@ def tables_of(record: Record | ProfileSet) -> dict[str, list[dict[str, Any]]]:
     for profile in profiles_of(record):
         model = last_part(profile.source.model)
         first_corpus = profile.corpora[0].name if profile.corpora else ""
-        for block in profile.blocks:
-            first = {"model": model, "corpus": first_corpus, "block": block.index}
-            blocks.append({**first, **flat(block.model_dump(exclude_unset=True))})
-            assert block.ladder is not None
-            width = block.ladder.ranks[-1]
-            for rank, r2 in zip(block.ladder.ranks, block.ladder.r2, strict=True):
-                size = Shape(rank if 2 * rank < width else None).parameters(width, 0)
-                ladders.append({**first, "rank": rank, "r2": r2, "parameters": size})
+        for branch, measured in (("ffn", profile.blocks), ("attention", profile.attention)):
+            for block in measured:
+                first = {"model": model, "corpus": first_corpus, "block": block.index, "branch": branch}
+                blocks.append({**first, **flat(block.model_dump(exclude_unset=True))})
+                assert block.ladder is not None
+                width = block.ladder.ranks[-1]
+                biased = block.linear_params != width * width
+                for rank, r2 in zip(block.ladder.ranks, block.ladder.r2, strict=True):
+                    size = count_linear(rank, width, biased)
+                    ladders.append({**first, "rank": rank, "r2": r2, "parameters": size})
         for corpus in profile.corpora[1:]:
-            blocks += [
-                {"model": model, "corpus": corpus.name, "block": b.index, **flat(b.model_dump(exclude_unset=True))}
-                for b in corpus.blocks
-            ]
+            for branch, figures in (("ffn", corpus.blocks), ("attention", corpus.attention)):
+                blocks += [
+                    {"model": model, "corpus": corpus.name, "block": b.index, "branch": branch}
+                    | flat(b.model_dump(exclude_unset=True))
+                    for b in figures
+                ]
     return {"profile": blocks, "ladder": ladders}
 
 

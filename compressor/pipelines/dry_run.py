@@ -21,7 +21,7 @@ from compressor.evaluate.perplexity import LARGEST_LOSS, Losses, evaluate, limit
 from compressor.evaluate.tasks import count_request_tokens, longest_sequence
 from compressor.measure.profile import moments_device
 from compressor.measure.swap import spread_windows
-from compressor.models.blocks import Block, find_blocks
+from compressor.models.blocks import Block, BranchIndex, find_branches
 from compressor.models.neurons import Neurons
 from compressor.models.source import identify, stored_dtype
 from compressor.patch.checkpoint import count_parameters
@@ -39,13 +39,13 @@ from compressor.pipelines.costs import (
 from compressor.pipelines.describe import describe_budget, describe_source, describe_text
 from compressor.pipelines.job import REPORT_BYTES, Job, open_job, require_room, size_target
 from compressor.pipelines.recipe import Recipe
+from compressor.plan.candidates import Units
 from compressor.plan.estimate import estimate_nats, estimate_size, survey_roughly
 from compressor.plan.moments_store import (
-    MATRICES_AT_ONCE,
     MomentsStore,
-    choose_neurons,
+    choose_units,
     disk_bytes,
-    moment_bytes,
+    memory_bytes,
     refuse_short_disk,
 )
 from compressor.report.dry_run_record import (
@@ -80,13 +80,13 @@ def run(recipe: Recipe, context: RunContext) -> DryRunRecord:
         require_room(job, out)
     opening = watch.seconds
     evaluator = job.evaluator()
-    blocks = find_blocks(job.model)
-    with_neurons = {block.index for block in blocks if job.choices.keeps_neurons(block.index)}
-    neurons = choose_neurons(job.model, job.text, job.context.progress, with_neurons)
-    store = MomentsStore(job.model, job.text, neurons, context.cache, job.context)
+    blocks = find_branches(job.model, job.choices.searched_branches)
+    with_units = {block.index for block in blocks if job.choices.keeps_neurons(block.index)}
+    units = choose_units(job.model, blocks, job.text, job.context.progress, with_units)
+    store = MomentsStore(job.model, job.text, units, context.cache, job.context)
     refuse_short_disk(store)
     kept = find_kept(store, evaluator)
-    size, rates, baselines = sample(job, evaluator, blocks, neurons)
+    size, rates, baselines = sample(job, evaluator, blocks, units)
     stored = count_parameters(job.model) * stored_dtype(job.model).itemsize
     quantities = count_quantities(job, count_requested(job), opening, stored)
     costs = add_up(quantities, rates, kept, distributed.size())
@@ -94,7 +94,7 @@ def run(recipe: Recipe, context: RunContext) -> DryRunRecord:
         dry_run=True,
         source=describe_source(job.model),
         parameters=count_parameters(job.model),
-        blocks=describe_blocks(blocks, neurons),
+        blocks=describe_blocks(blocks, units),
         budget=describe_budget(
             evaluator.budgets,
             compute_limits(evaluator.budgets, baselines).allowed,
@@ -121,13 +121,13 @@ def find_kept(store: MomentsStore, evaluator: Evaluator) -> list[str]:
     losses = evaluator.key("losses", identify(store.model), text.verification.sha256, seq_len=text.seq_len)
     keys = {
         "source": [losses],
-        "statistics": [store.key(kind, block) for kind in ("moments", "survey") for block in store.blocks],
+        "statistics": [store.key(kind, block) for kind in ("moments", "survey") for block in store.blocks.values()],
     }
     return [name for name, of_it in keys.items() if all(store.cache.has(key) for key in of_it)]
 
 
 def sample(
-    job: Job, evaluator: Evaluator, blocks: list[Block], neurons: Mapping[int, Neurons | None]
+    job: Job, evaluator: Evaluator, blocks: list[Block], units: Mapping[BranchIndex, Units | None]
 ) -> tuple[SizeEstimate, Rates, dict[str, float]]:
     """The rough size, the rates of this machine, and the perplexity of each text on the sample."""
     model, context = job.model, job.context
@@ -137,10 +137,10 @@ def sample(
     losses = evaluate(model, windows, context)
     baselines = {name: losses.part(part).perplexity for name, part in parts.items()}
     watch = Stopwatch()
-    rough = survey_roughly(model, blocks, neurons, windows)
+    rough = survey_roughly(model, blocks, units, windows)
     backward = share_time(watch.seconds) / windows.numel()
     hulls = [[c for c in hull if job.choices.allows(c.index, c.shape)] for hull in rough]
-    gram, inverse = time_algebra(blocks, neurons, moments_device(model))
+    gram, inverse = time_algebra(blocks, units, moments_device(model))
     decode = time_decoding(model, evaluator.prompts)
     rates = Rates(forward, (backward, backward), gram, inverse, decode)
     limits = compute_limits(evaluator.budgets, baselines, job.recipe.max_kl)
@@ -191,13 +191,13 @@ def total_seconds(costs: list[StepCost]) -> SecondsRange:
     return SecondsRange(expected=(least + most) / 2, least=least, most=most)
 
 
-def describe_blocks(blocks: list[Block], neurons: Mapping[int, Neurons | None]) -> list[BlockSizes]:
-    """How many blocks there are of every size, in the order of their first."""
+def describe_blocks(blocks: list[Block], units: Mapping[BranchIndex, Units | None]) -> list[BlockSizes]:
+    """How many FFNs there are of every size, in the order of their first."""
     kinds: dict[tuple[int, int | None, int | None, int], int] = {}
-    for block in blocks:
-        of_block = neurons[block.index]
-        count = of_block.count if of_block else None
-        matrices = 2 + of_block.gated if of_block else None
+    for block in (block for block in blocks if not block.is_attention):
+        of_block = units[block.index]
+        count = of_block.count if isinstance(of_block, Neurons) else None
+        matrices = 2 + of_block.gated if isinstance(of_block, Neurons) else None
         kind = (block.width, count, matrices, block.parameters)
         kinds[kind] = kinds.get(kind, 0) + 1
     return [
@@ -209,9 +209,9 @@ def describe_blocks(blocks: list[Block], neurons: Mapping[int, Neurons | None]) 
 def describe_resources(job: Job, store: MomentsStore, stored: int, kept: bool) -> Resources:
     """Memory: what this process has, more libraries, and a block's matrices and the streams, or a batch's logits."""
     text, model = job.text, job.model
-    widest = max(store.blocks, key=lambda block: moment_bytes(block, store.neurons[block.index]))
-    matrices = MATRICES_AT_ONCE * moment_bytes(widest, store.neurons[widest.index])
-    streams = STATES_AT_ONCE * text.calibration.tokens * widest.width * model.dtype.itemsize // distributed.size()
+    matrices = memory_bytes(store.blocks.values(), store.units)
+    width = store.layers[0].width
+    streams = STATES_AT_ONCE * text.calibration.tokens * width * model.dtype.itemsize // distributed.size()
     batch = limit_batch_size(model, text.seq_len, job.context.batch_size)
     logits = 2 * 4 * batch * text.seq_len * model.get_output_embeddings().weight.shape[0]
     own = psutil.Process(os.getpid()).memory_info().rss
@@ -220,7 +220,7 @@ def describe_resources(job: Job, store: MomentsStore, stored: int, kept: bool) -
     return Resources(
         memory=own + LATER_IMPORTS + max(matrices + streams, logits),
         memory_available=own + available_memory(),
-        statistics=0 if kept else disk_bytes(store.blocks, store.neurons, text),
+        statistics=0 if kept else disk_bytes(store.blocks.values(), store.units, text),
         cache=str(directory),
         cache_free=free_disk(Path(directory).absolute()),
         result=stored + REPORT_BYTES,

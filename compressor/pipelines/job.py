@@ -20,7 +20,7 @@ from compressor.measure.gradients import Damage
 from compressor.measure.probes import refuse_different_widths
 from compressor.measure.profile import ROWS_PER_FEATURE, Profile, tokens_to_fit
 from compressor.measure.study import Study, StudyOptions, study
-from compressor.models.blocks import find_blocks
+from compressor.models.blocks import BranchIndex, find_blocks, find_branches
 from compressor.models.layer_check import check_layers
 from compressor.models.load import load_model, quiet
 from compressor.models.neurons import find_neurons
@@ -103,7 +103,9 @@ def open_job(recipe: Recipe, context: RunContext, *, with_tasks: bool = True, wi
     blocks = find_blocks(model)
     choices = recipe.choices(len(blocks)) if with_choices else ANYTHING
     check_layers(model, blocks)  # an unsupported family is refused before any text is read
-    allowed = [block for block in blocks if choices.allows_block(block.index)]
+    allowed = [block for block in find_branches(model) if choices.allows_block(block.index)]
+    if not allowed:
+        raise InputError(f"model type {model.config.model_type!r} has no attention that can be replaced")
     for size in recipe.remove or []:
         refuse_too_large(SizeTarget(Removal.parse(size), count_parameters(model)), allowed, choices.kinds)
     refuse_foreign_code(model)
@@ -293,7 +295,7 @@ def make_evaluator(
 def study_blocks(
     job: Job,
     profile: Profile,
-    damages: Mapping[int, Damage],
+    damages: Mapping[BranchIndex, Damage],
     limits: Mapping[str, float] | None = None,
     *,
     swap: bool | None = None,

@@ -11,7 +11,7 @@ from compressor.evaluate.speed import flops_per_token
 from compressor.measure.profile import Profile, measure
 from compressor.measure.study import Study
 from compressor.measure.verdicts import Verdict, judge_all
-from compressor.models.blocks import find_blocks
+from compressor.models.blocks import BranchIndex, find_branches
 from compressor.models.source import identify
 from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import patched
@@ -42,7 +42,8 @@ def run(recipe: Recipe, out: Path, context: RunContext) -> Record:
     evaluator = job.evaluator()
 
     store = open_store(job.model, job.text, job.context, job.choices)
-    profile = measure(job.model, job.text, job.context, beside=[store.collector()], states=store.states)
+    branches, beside = job.choices.searched_branches, [store.collector()]
+    profile = measure(job.model, job.text, job.context, branches=branches, beside=beside, states=store.states)
     perplexities = evaluator.perplexities(evaluator.measure_losses(job.model, "verify", identify(job.model)))
     with_kl = recipe.max_kl is not None
     space = prepare_search(job.model, job.text, job.context, job.choices, store=store, fidelity=with_kl)
@@ -73,7 +74,7 @@ class Search:
     profile: Profile
     space: SearchSpace
     limits: Limits
-    verdicts: dict[int, Verdict]
+    verdicts: dict[BranchIndex, Verdict]
     recipe: Recipe
 
     @property
@@ -117,7 +118,7 @@ def find_point(search: Search, out: Path, by_size: bool) -> FrontierPoint:
     record = search.describe_result(plan)
     write_json(file, record.to_json_value())
     before = flops_per_token(job.model, job.text.seq_len)
-    with patched(job.model, find_blocks(job.model), plan.fits):
+    with patched(job.model, find_branches(job.model), plan.fits):
         after = flops_per_token(job.model, job.text.seq_len)
     return FrontierPoint(
         asked=asked,

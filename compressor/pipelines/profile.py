@@ -41,7 +41,8 @@ def profile_one(recipe: Recipe, context: RunContext) -> Record:
     """One model: everything on its first corpus, the profile alone on the others."""
     context.progress.seconds.clear()
     job, texts = open_corpora(recipe, context)
-    profiles = {name: measure(job.model, text, job.context) for name, text in texts.items()}
+    branches = recipe.branches_or("ffn")
+    profiles = {name: measure(job.model, text, job.context, branches=branches) for name, text in texts.items()}
     first = profiles[next(iter(texts))]
     damages = predict_damages(job.model, first, job.text, job.context)
     study = study_blocks(job, first, damages)

@@ -20,7 +20,8 @@ from pydantic import (
 )
 
 from compressor.evaluate.budget import Budget, Removal, parse_budgets, parse_divergence, parse_task_drop
-from compressor.plan.choices import BlockRange, Choices, Signal, check_kind, resolve_choices
+from compressor.models.blocks import BRANCHES
+from compressor.plan.choices import BlockRange, Choices, Signal, check_branch, check_kind, resolve_choices
 from compressor.plan.shapes import KINDS
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS, split_name
@@ -128,8 +129,15 @@ class Recipe(BaseModel):
     kinds: ChoiceWords | None = Field(
         default=None, description=f"what a block may become, by commas: {','.join(KINDS)}  [all]"
     )
-    blocks: ChoiceWords | None = Field(default=None, description="blocks that may be replaced: 0-3,7  [all]")
-    skip: ChoiceWords | None = Field(default=None, description="blocks that may not: 11, or 0,28-29  [none]")
+    branches: ChoiceWords | None = Field(
+        default=None, description="which branches of a layer may be replaced: ffn, attention, or all  [all]"
+    )
+    blocks: ChoiceWords | None = Field(
+        default=None, description="blocks that may be replaced: 0-3 (FFNs), 7.attention  [all]"
+    )
+    skip: ChoiceWords | None = Field(
+        default=None, description="blocks that may not: 11, or 0,28-29, or 0-5.attention  [none]"
+    )
     rank_by: Signal = Field(
         default="damage",
         description="which blocks go first, per parameter: damage (predicted), r2 (by R²_lin), stream (by "
@@ -202,6 +210,11 @@ class Recipe(BaseModel):
     def kinds_are_known(cls, words: list[str] | None) -> list[str] | None:
         return check_each(words, check_kind)
 
+    @field_validator("branches")
+    @classmethod
+    def branches_are_known(cls, words: list[str] | None) -> list[str] | None:
+        return check_each(words, check_branch)
+
     @field_validator("blocks", "skip")
     @classmethod
     def blocks_are_sound(cls, words: list[str] | None, info: ValidationInfo) -> list[str] | None:
@@ -265,9 +278,15 @@ class Recipe(BaseModel):
                 "move from its source, such as --max-kl 0.02; or how much must go, such as --remove 10%"
             )
 
+    def branches_or(self, usual: str) -> tuple[str, ...]:
+        """The kinds of branches that are asked for, or the usual ones."""
+        words = self.branches or [usual]
+        return tuple(branch for branch in BRANCHES if branch in words or "all" in words)
+
     def choices(self, blocks: int) -> Choices:
-        """What may change in a model with this many blocks."""
-        return resolve_choices(blocks, kinds=self.kinds, only=self.blocks, skip=self.skip, rank_by=self.rank_by)
+        """What may change in a model with this many layers."""
+        named = {"kinds": self.kinds, "only": self.blocks, "skip": self.skip}
+        return resolve_choices(blocks, **named, rank_by=self.rank_by, branches=self.branches_or("all"))
 
     def settings(self) -> dict[str, Any]:
         """The keys that determine the result, without where it goes."""

@@ -9,16 +9,15 @@ from compressor.evaluate.budget import Budget, Removal, compute_limits, parse_bu
 from compressor.evaluate.perplexity import evaluate
 from compressor.measure.profile import Profile
 from compressor.measure.verdicts import judge_all
-from compressor.modeling_compressor import Replacement
-from compressor.models.blocks import find_blocks
+from compressor.models.blocks import BranchIndex, find_blocks, find_branches
 from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import patch
 from compressor.plan.choices import ANYTHING, Choices
-from compressor.plan.fit import Fitter
-from compressor.plan.moments_store import open_store
+from compressor.plan.fit import Fitter, Module
+from compressor.plan.moments_store import MomentsStore, open_store
 from compressor.plan.removal import SizeTarget, refuse_over_selection, refuse_too_large, search_size
 from compressor.plan.search import ROOM, Plan, Planner, SearchSpace, prepare_search
-from compressor.plan.shapes import Shapes
+from compressor.plan.shapes import Shape, Shapes, describe_shape
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.text import Text
@@ -61,10 +60,13 @@ def plan(
     """Search for the largest plan inside the budget (a rise in perplexity, a divergence from the source, or both), or
     for the cheapest that removes at least so much (`remove`: 10%, or a number of parameters), of what `choices` allow.
 
-    The model is left as it was; BudgetError when nothing fits.
+    Branches that the profile does not have stay as they are. The model is left as it was; BudgetError when nothing
+    fits.
     """
-    context, blocks = context or RunContext(), find_blocks(model)
-    choices.refuse_unknown(len(blocks))
+    context = context or RunContext()
+    choices = choices.within({p.block.branch for p in profile.branches})
+    blocks = find_branches(model, choices.searched_branches)
+    choices.refuse_unknown(len(find_blocks(model)))
     if max_dppl is None and max_kl is None and remove is None:
         raise InputError("plan needs max_dppl, max_kl or remove, such as max_dppl=1.0, max_kl=0.02 or remove='10%'")
     words = [f"{k}={v}" for k, v in max_dppl.items()] if isinstance(max_dppl, Mapping) else [str(max_dppl)]
@@ -86,26 +88,39 @@ def fit_shapes(
     *,
     compensated: bool = True,
     choices: Choices = ANYTHING,
-) -> dict[int, Replacement]:
+) -> dict[BranchIndex, Module]:
     """The replacements that a search with these choices would fit; the model is left as it was."""
-    blocks = find_blocks(model)
+    blocks = {block.index: block for block in find_branches(model)}
     for index in shapes:
-        if not 0 <= index < len(blocks):
-            raise InputError(f"the plan replaces block {index}, but the model has blocks 0 to {len(blocks) - 1}")
+        if index not in blocks:
+            last = len(find_blocks(model)) - 1
+            raise InputError(f"the plan replaces block {index}, but the model has blocks 0 to {last}")
     store = open_store(model, text, context, choices, shapes)
     for index, shape in shapes.items():
-        width, neurons = blocks[index].width, store.neurons[index]
-        if shape.rank is not None and shape.rank > width:
-            raise InputError(f"the plan wants rank {shape.rank} in block {index}, whose width is {width}")
-        if shape.neurons > (neurons.count if neurons else 0):
-            known = f"{neurons.count} neurons" if neurons else "no neurons that are known"
-            raise InputError(f"the plan keeps {shape.neurons} neurons in block {index}, which has {known}")
+        refuse_unfit(store, index, shape)
     fitter = Fitter(store, store.candidates())
     return fitter.fit_in_order(shapes) if compensated else fitter.fit_at_once(shapes)
+
+
+def refuse_unfit(store: MomentsStore, index: BranchIndex, shape: Shape) -> None:
+    """Refuse a shape that a block cannot take."""
+    block, units = store.blocks[index], store.units[index]
+    name = "heads" if block.is_attention else "neurons"
+    if shape.rank is not None and shape.rank > block.width:
+        raise InputError(f"the plan wants rank {shape.rank} in block {index}, whose width is {block.width}")
+    if shape.neurons > (units.count if units else 0):
+        known = f"{units.count} {name}" if units else f"no {name} that are known"
+        raise InputError(f"the plan keeps {shape.neurons} {name} in block {index}, which has {known}")
+    if block.is_attention and shape.neurons and (shape.rank is None or shape.neurons == units.count):  # type: ignore[union-attr]
+        raise InputError(f"the plan keeps {describe_shape(index, shape)} in {index}: name fewer heads, and a low rank")
+    if store.is_anchored(index) and not shape.neurons:
+        raise InputError(
+            f"the plan takes all heads from {index}, but caches ask this layer for their length; keep a head there"
+        )
 
 
 def apply(model: Any, plan: Plan | Shapes, text: Text, context: RunContext | None = None) -> Any:
     """Put the replacements of a plan into the model, for good. Given shapes alone, they are fitted first."""
     fits = plan.fits if isinstance(plan, Plan) else fit_shapes(model, plan, text, context or RunContext())
-    patch(model, find_blocks(model), fits)
+    patch(model, find_branches(model), fits)
     return model

@@ -16,6 +16,7 @@ from torch import Tensor
 from compressor.evaluate.fidelity import Reference, evaluate_against, measure_source
 from compressor.evaluate.perplexity import limit_batch_size
 from compressor.measure.swap import spread_windows
+from compressor.models.blocks import layer_of
 from compressor.models.residual import Stream, open_stream
 from compressor.patch.tree import patched
 from compressor.plan.fit import Fitter
@@ -66,13 +67,14 @@ class BlockTrials:
         """Fit the candidate, put it into its block, and run the windows from there on."""
         store, windows, context = self.store, self.split.windows, self.store.context
         before, reference = self.measure_source()
-        if self.stream is None or self.stream.position > candidate.index:
+        layer = layer_of(candidate.index)
+        if self.stream is None or self.stream.position > layer:
             size = limit_batch_size(store.model, windows.shape[1], context.batch_size)
-            self.stream = open_stream(store.model, store.blocks, windows, size)
-        self.stream.advance(candidate.index)
+            self.stream = open_stream(store.model, store.layers, windows, size)
+        self.stream.advance(layer)
         try:
             fits = self.fitter.fit_at_once({candidate.index: candidate.shape})
-            with patched(store.model, store.blocks, fits):
+            with patched(store.model, list(store.blocks.values()), fits):
                 losses, fidelity = evaluate_against(store.model, reference, windows, context, start=self.stream)
         except NumericsError:
             overflow = torch.full_like(before, math.inf)
@@ -83,7 +85,7 @@ class BlockTrials:
         """The source's loss in every window, and its logits, to compare with."""
         if self.source is None:
             store, windows = self.store, self.split.windows
-            key = store.key("agreement source", store.blocks[0], measured=self.split.sha256)
+            key = store.key("agreement source", store.layers[0], measured=self.split.sha256)
             losses, reference = measure_source(store.model, windows, key, store.context, identity=store.identity)
             self.source = losses.windows, reference.with_logits(windows, store.context.batch_size)
         return self.source

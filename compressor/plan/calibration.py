@@ -1,8 +1,9 @@
 """Calibration of the predictions: in every block, the measured cost of one replacement compared with the predicted one.
 
 One block at a time is replaced by half of its neurons, or by a linear map where its neurons are not known or may not be
-kept. The forward pass begins at the block, since nothing before it changes. Where measurement and prediction differ,
-the block's other predictions are corrected. Every text is measured by itself.
+kept. Attention is tried twice: with half of its heads, and as a linear map, for the errors of the two have little in
+common. The forward pass begins at the block, since nothing before it changes. Where measurement and prediction differ,
+the block's other predictions of that form are corrected. Every text is measured by itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from compressor.evaluate.intervals import student_quantile
+from compressor.models.blocks import AttentionOf, BranchIndex, layer_of
 from compressor.plan.block_trials import BlockTrial, BlockTrials
 from compressor.plan.candidates import BlockCandidates
 from compressor.plan.choices import ANYTHING, Choices
@@ -25,6 +27,8 @@ LEAST_FACTOR = 0.01  # a block that measured as free still costs something
 DOUBT = 0.00135  # probability that a measurement lies this far off by chance: three standard errors of many windows
 NEGLIGIBLE = 1e-5  # nats per token: added to both sides of a ratio, since a ratio of two nothings says nothing
 NEIGHBOUR_DISTANCE = 3.0  # blocks over which the weight of a neighbour falls by a factor of e
+FORMS = ("ffn", "heads", "map")  # all shapes of an FFN, attention with heads, attention as a linear map
+WORTH_TRYING = 0.2  # nats per token: attention that is predicted to cost more is not tried
 LEAST_VARIANCE = 0.05  # of a log ratio: added to the noise, so that no block counts as measured exactly
 
 
@@ -44,8 +48,12 @@ class Point:
     kl_error: float = math.nan
 
     @property
-    def index(self) -> int:
+    def index(self) -> BranchIndex:
         return self.candidate.index
+
+    @property
+    def form(self) -> str:
+        return form_of(self.candidate)
 
     @property
     def noise(self) -> float:
@@ -87,7 +95,11 @@ class Calibration:
         """The same of predicted costs and measured divergences."""
         return rank_correlation([p.predicted for p in self.points], [p.kl for p in self.points])
 
-    def factors(self, blocks: Iterable[int] = ()) -> dict[int, float]:
+    def of_form(self, form: str) -> Calibration:
+        """The trials of one form."""
+        return Calibration([p for p in self.points if p.form == form])
+
+    def factors(self, blocks: Iterable[BranchIndex] = ()) -> dict[BranchIndex, float]:
         """What to multiply each block's predictions by; also for those of `blocks` that were not measured.
 
         Where the divergence was measured, the factor has two parts: divergence over prediction, which is measured well
@@ -101,7 +113,7 @@ class Calibration:
         return {index: max(factor * rises[index], LEAST_FACTOR) for index, factor in divergences.items()}
 
 
-def shrink_ratios(points: Sequence[Point], blocks: Iterable[int] = ()) -> dict[int, float]:
+def shrink_ratios(points: Sequence[Point], blocks: Iterable[BranchIndex] = ()) -> dict[BranchIndex, float]:
     """The measured over the predicted cost of every block, shrunk towards those of its neighbours.
 
     The noisier a measurement, the more it is shrunk: otherwise blocks that happened to measure low would be cut most.
@@ -120,7 +132,14 @@ def shrink_ratios(points: Sequence[Point], blocks: Iterable[int] = ()) -> dict[i
     return {index: math.exp(mean_around(points, index)) for index in blocks} | factors
 
 
-def mean_around(points: Sequence[Point], index: int) -> float:
+def form_of(candidate: Candidate) -> str:
+    """The form, one of FORMS, of a candidate: corrections hold for one form of a block."""
+    if not isinstance(candidate.index, AttentionOf):
+        return "ffn"
+    return "heads" if candidate.shape.neurons else "map"
+
+
+def mean_around(points: Sequence[Point], index: BranchIndex) -> float:
     """The weighted mean of the log ratios around a block: near blocks and those measured well count most.
 
     It is 0 where nothing is known, and that of a model's only block is its own.
@@ -128,12 +147,13 @@ def mean_around(points: Sequence[Point], index: int) -> float:
     total = mean = 0.0
     for p in points:
         if p.index != index or len(points) == 1:
-            weight = math.exp(-abs(p.index - index) / NEIGHBOUR_DISTANCE) / (p.noise + LEAST_VARIANCE)
+            distance = abs(layer_of(p.index) - layer_of(index))
+            weight = math.exp(-distance / NEIGHBOUR_DISTANCE) / (p.noise + LEAST_VARIANCE)
             total, mean = total + weight, mean + weight * p.usual_log
     return mean / total if total > 0 else 0.0
 
 
-def excess_variance(points: Sequence[Point], means: Mapping[int, float]) -> float:
+def excess_variance(points: Sequence[Point], means: Mapping[BranchIndex, float]) -> float:
     """The variance between blocks that noise does not explain."""
     known = [p for p in points if math.isfinite(p.noise)]
     trust = [1 / (p.noise + LEAST_VARIANCE) ** 2 for p in known]
@@ -150,30 +170,40 @@ def rank_correlation(first: list[float], second: list[float]) -> float:
     return float(spearmanr(first, second).statistic)
 
 
-def typical_candidate(of_block: BlockCandidates, kinds: Collection[str] = KINDS) -> Candidate | None:
-    """The candidate of these kinds that a block is tried with: the one nearest to half of its neurons, the linear map
-    or the middle one of the low ranks, else one with neurons and a linear part, else the bias."""
-    half = of_block.neurons.count / 2 if of_block.neurons else 0
-    for kind in (kind for kind in ("pruned", "linear", "lowrank", "hybrid", "bias") if kind in kinds):
-        found = sorted((c for c in of_block.candidates if c.shape.kind == kind), key=lambda c: c.saved)
+def typical_candidates(of_block: BlockCandidates, kinds: Collection[str] = KINDS) -> list[Candidate]:
+    """The candidates of these kinds that a block is tried with: one of an FFN, and of attention one of each form.
+
+    An FFN is tried with the shape nearest to half of its neurons, as a linear map or with the middle one of the low
+    ranks, else with neurons and a linear part, else as a bias; attention with the shape nearest to half of its heads,
+    and as the map that is predicted to cost least per parameter.
+    """
+    row = sorted((c for c in of_block.candidates if c.shape.kind in kinds), key=lambda c: c.saved)
+    half = of_block.units.count / 2 if of_block.units else 0
+    if of_block.block.is_attention:
+        heads = [c for c in row if form_of(c) == "heads" and c.shape.rank == 0] or [c for c in row if c.shape.neurons]
+        maps = [c for c in row if form_of(c) == "map"]
+        chosen = [min(heads, key=lambda c: abs(c.shape.neurons - half))] if heads else []
+        chosen += [min(maps, key=lambda c: c.damage / c.saved)] if maps else []
+        return [c for c in chosen if c.damage <= WORTH_TRYING]
+    for kind in ("pruned", "linear", "lowrank", "hybrid", "bias"):
+        found = [c for c in row if c.shape.kind == kind]
         if found and kind in ("pruned", "hybrid"):
-            return min(found, key=lambda c: abs(c.shape.neurons - half))
+            return [min(found, key=lambda c: abs(c.shape.neurons - half))]
         if found:
-            return found[len(found) // 2]
-    return None
+            return [found[len(found) // 2]]
+    return []
 
 
 def calibrate(
-    trials: BlockTrials, candidates: Mapping[int, BlockCandidates], choices: Choices = ANYTHING
+    trials: BlockTrials, candidates: Mapping[BranchIndex, BlockCandidates], choices: Choices = ANYTHING
 ) -> tuple[dict[str, Calibration], list[Candidate]]:
     """Measure a typical replacement in every block that may change alone, on some selection windows of every text.
 
     Also returned are the candidates whose activations or weights overflowed.
     """
     progress = trials.store.context.progress
-    allowed = [of_block for index, of_block in sorted(candidates.items()) if choices.allows_block(index)]
-    typical = [typical_candidate(of_block, choices.kinds) for of_block in allowed]
-    chosen = [candidate for candidate in typical if candidate is not None]
+    allowed = [candidates[index] for index in sorted(candidates) if choices.allows_block(index)]
+    chosen = [candidate for of_block in allowed for candidate in typical_candidates(of_block, choices.kinds)]
     if all(trials.was_measured(candidate) for candidate in chosen):
         progress.say("agreement: measured before")
     points: dict[str, list[Point]] = {name: [] for name in trials.parts}
@@ -209,29 +239,37 @@ def standard_error(values: Tensor) -> float:
 
 
 def correct_predictions(
-    candidates: Mapping[int, BlockCandidates], calibrations: Mapping[str, Calibration], limits: Mapping[str, float]
-) -> dict[int, list[Candidate]]:
+    candidates: Mapping[BranchIndex, BlockCandidates],
+    calibrations: Mapping[str, Calibration],
+    limits: Mapping[str, float],
+) -> dict[BranchIndex, list[Candidate]]:
     """The candidates of every block, with their predictions corrected by what was measured.
 
     `limits` are the nats that each text may lose. The text on which a block uses most of its limit decides; predictions
     are those of a text that has the smallest limit.
     """
-    factors = {name: calibration.factors(candidates) for name, calibration in calibrations.items()}
+    factors = {
+        (name, form): calibration.of_form(form).factors(candidates)
+        for name, calibration in calibrations.items()
+        for form in FORMS
+    }
     smallest = min(limits.values())
-    corrected = {}
-    for index, of_block in candidates.items():
-        factor = max(factors[name][index] * smallest / limits[name] for name in factors)
-        corrected[index] = [
-            replace(c, damage=factor * c.damage) for c in of_block.candidates if math.isfinite(c.damage)
-        ]
-    return corrected
+
+    def factor(candidate: Candidate) -> float:
+        form, index = form_of(candidate), candidate.index
+        return max(factors[name, form][index] * smallest / limits[name] for name in calibrations)
+
+    return {
+        index: [replace(c, damage=factor(c) * c.damage) for c in of_block.candidates if math.isfinite(c.damage)]
+        for index, of_block in candidates.items()
+    }
 
 
 def binding_calibration(calibrations: Mapping[str, Calibration], limits: Mapping[str, float]) -> Calibration:
     """Of every block, the point of the text on which it uses most of its limit."""
     shares = [(p.measured / limits[name], p) for name, found in calibrations.items() for p in found.points]
-    worst: dict[int, tuple[float, Point]] = {}
+    worst: dict[tuple[BranchIndex, str], tuple[float, Point]] = {}
     for share, p in shares:
-        if p.index not in worst or share > worst[p.index][0]:
-            worst[p.index] = (share, p)
-    return Calibration([p for _, (_, p) in sorted(worst.items())])
+        if (p.index, p.form) not in worst or share > worst[p.index, p.form][0]:
+            worst[p.index, p.form] = (share, p)
+    return Calibration([p for _, (_, p) in sorted(worst.items(), key=lambda item: item[0])])

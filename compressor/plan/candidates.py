@@ -1,13 +1,15 @@
 """What one block could be replaced by, and what that is predicted to cost, from the moments of z = [x, a].
 
-x is the block's input, a the activations of its neurons.
+x is the block's input, a the activations of its units: neurons of an FFN, or heads of attention. A linear map in place
+of attention has a bias only where the attention's output projection has one (GGUF could not say it): it is fitted to
+moments about zero.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from compressor.measure.gradients import Damage, Gradients, damage_from_errors, 
 from compressor.measure.moments import ACCUMULATION_DTYPE, Moments
 from compressor.measure.regression import RankLadder, choose_ridge, decompose, reduce_rank
 from compressor.models.blocks import Block
+from compressor.models.heads import Heads
 from compressor.models.neurons import Neurons
 from compressor.plan.frontier import Candidate, list_ranks, lower_hull
 from compressor.plan.selection import (
@@ -28,13 +31,16 @@ from compressor.plan.selection import (
     factor_metric,
     refit,
     scale_moments,
+    spread_units,
 )
 from compressor.plan.shapes import Shape
 from compressor.runtime.cache import Tensors
 
-# Shares of a block's neurons that are kept.
-NEURON_SHARES = (0.97, 0.94, 0.91, 0.87, 0.83, 0.78, 0.71, 0.61, 0.5, 0.38, 0.25, 0.13, 0.05)
-RANK_SHARES = (0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)  # ranks beside kept neurons, of the width
+Units = Neurons | Heads
+
+# Shares of a block's units that are kept.
+UNIT_SHARES = (0.97, 0.94, 0.91, 0.87, 0.83, 0.78, 0.71, 0.61, 0.5, 0.38, 0.25, 0.13, 0.05)
+RANK_SHARES = (0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)  # ranks beside kept units, of the width
 NEURON_MULTIPLE = 8  # where there are many neurons, multiples of this are kept: matrix products are faster then
 # Candidates of each kind that have their damage computed row by row; those of the others are interpolated.
 PROBED_PRUNED, PROBED_HYBRID = 3, 3
@@ -45,28 +51,53 @@ class BlockCandidates:
     """The candidates of one block, and what fitting them needs in addition to the block's moments."""
 
     block: Block
-    neurons: Neurons | None
+    units: Units | None
     metric: Tensor  # E[g·gᵀ] of the loss gradients at the block's output
     damage: Damage  # of linear maps
     candidates: list[Candidate]
-    orders: tuple[Tensor, Tensor]  # neurons in the order of removal, without and with x beside them
-    ridges: tuple[float, float]  # for a linear map, and for kept neurons
-
-    @property
-    def neuron_size(self) -> int:
-        """Parameters of one neuron."""
-        return self.neurons.size if self.neurons else 0
+    orders: tuple[Tensor, Tensor]  # units in the order of removal, without and with x beside them
+    ridges: tuple[float, float]  # for a linear map, and for kept units
 
     def saved(self, shape: Shape) -> int:
         """Parameters that go when the block takes this shape."""
-        return self.block.parameters - shape.parameters(self.block.width, self.neuron_size)
+        return self.block.parameters - shape_size(self.block, self.units, shape)
+
+    def lightened(self, shape: Shape, seq_len: int) -> int:
+        """What goes with the heads that this shape does not keep, beside parameters: operations over half a window, two
+        for each parameter that would cost as many, and the keys and values that a cache would read for them."""
+        if not isinstance(self.units, Heads):
+            return 0
+        gone = self.units.count - shape.neurons
+        return gone * (2 * self.units.columns + self.units.cached_values) * (seq_len // 2)
 
 
-def output_weights(block: Block, neurons: Neurons | None, device: torch.device) -> Tensor:
-    """The matrix `outer` in output = a·outer. Where a block's neurons are not known, a is its output."""
-    if neurons is None:
+def is_biased(block: Block, units: Units | None, shape: Shape) -> bool:
+    """Whether a replacement of this shape has a bias: all but linear maps of attention without one."""
+    return bool(shape.neurons or shape.rank == 0 or not isinstance(units, Heads) or units.biased)
+
+
+def shape_size(block: Block, units: Units | None, shape: Shape) -> int:
+    """The number of parameters of a replacement of this shape."""
+    fixed = units.fixed if units and shape.neurons else 0
+    bias = block.width if is_biased(block, units, shape) else 0
+    return bias + fixed + shape.weights(block.width, units.size if units else 0)
+
+
+def output_weights(block: Block, units: Units | None, device: torch.device) -> Tensor:
+    """The matrix `outer` in output = a·outer. Where a block's units are not known, a is its output."""
+    if units is None:
         return torch.eye(block.width, dtype=ACCUMULATION_DTYPE, device=device)
-    return neurons.outer.to(device, ACCUMULATION_DTYPE)
+    return units.outer.to(device, ACCUMULATION_DTYPE)
+
+
+def moments_for(moments: Moments, block: Block, units: Units | None, shape: Shape) -> Moments:
+    """The moments that a shape is fitted to: about zero where it has no bias."""
+    if is_biased(block, units, shape):
+        return moments
+    names = ("weight", "mean_x", "mean_y", "xx", "xy", "yy")
+    copied = replace(moments, **{name: getattr(moments, name).clone() for name in names})
+    copied.recentre(torch.zeros_like(moments.mean_x), torch.zeros_like(moments.mean_y))
+    return copied
 
 
 def linear_moments(moments: Moments, outer: Tensor, bias: Tensor) -> Moments:
@@ -92,37 +123,42 @@ def fit_ladder(fit: Moments, held: Moments, metric: Tensor | None) -> RankLadder
 
 
 def survey_block(
-    block: Block, neurons: Neurons | None, bias: Tensor, fit: Moments, held: Moments, gradients: Gradients
+    block: Block, units: Units | None, bias: Tensor, fit: Moments, held: Moments, gradients: Gradients
 ) -> Tensors:
     """Everything that planning needs of one block in addition to its moments, as tensors for the cache."""
     device = fit.xx.device
-    outer = output_weights(block, neurons, device)
-    linear, linear_held = (linear_moments(m, outer, bias) for m in (fit, held))
+    outer = output_weights(block, units, device)
+    mapped, mapped_held = (moments_for(m, block, units, Shape(None)) for m in (fit, held))
+    linear, linear_held = (linear_moments(m, outer, bias) for m in (mapped, mapped_held))
     metric = gradients.metric.to(fit.xx)
     damage = predict_ladder_damage(fit_ladder(linear, linear_held, metric), gradients)
     root = factor_metric(metric)
-    no_neurons = torch.empty(0, dtype=torch.long, device=device)
+    no_units = torch.empty(0, dtype=torch.long, device=device)
     assert damage.by_rank is not None
+    damage.by_rank[0] = damage_from_errors(linear_moments(fit, outer, bias).mean_y - gradients.y.to(fit.xx), gradients)
     table = [
         (-1 if r is None else r, 0, damage.linear if r is None else damage.by_rank[r].item())
         for r in list_ranks(block.width)
     ]
-    scaled = scale_moments(fit, outer)
-    ridges = [choose_shrinkage(scaled, held, outer, no_neurons, None, root)[0], 0.0]
+    ridges = [choose_shrinkage(scale_moments(mapped, outer), mapped_held, outer, no_units, None, root)[0], 0.0]
     orders = torch.zeros(2, 0, dtype=torch.long)
-    if neurons is not None:
-        counts = sorted({round_count(share * neurons.count, neurons.count) for share in NEURON_SHARES})
-        runs = [eliminate(scaled, root[0], counts, with_inputs=with_inputs) for with_inputs in (False, True)]
+    if units is not None:
+        scaled = scale_moments(fit, outer)
+        counts = unit_counts(units)
+        runs = [
+            eliminate(scaled, root[0], counts, with_inputs=with_inputs, columns=units.columns)
+            for with_inputs in (False, True)
+        ]
         orders = torch.stack([run.order.cpu() for run in runs])
-        three_quarters = orders[0, neurons.count // 4 :].to(device).sort().values
-        ridges[1] = choose_shrinkage(scaled, held, outer, three_quarters, 0, root)[0]
-        activations = neurons.activate(gradients.x.to(neurons.outer))
+        three_quarters = orders[0, units.count // 4 :].to(device).sort().values
+        ridges[1] = choose_shrinkage(scaled, held, outer, spread_units(three_quarters, units.columns), 0, root)[0]
+        activations = activations_of(units, gradients)
 
         def probe(shape: Shape) -> float:
             fitted = fit_shape(fit, bias, outer, shape, orders, root, (ridges[0], ridges[1]), scaled=scaled)
             return damage_from_errors(fit_errors(fitted, activations, gradients), gradients)
 
-        table += neuron_candidates(block, neurons, runs, probe)
+        table += unit_candidates(block, units, runs, probe)
     scalars = [damage.linear, damage.factorised, *ridges]
     return {
         "metric": metric.cpu(),
@@ -133,15 +169,26 @@ def survey_block(
     }
 
 
-def round_count(count: float, neurons: int) -> int:
-    step = NEURON_MULTIPLE if neurons >= 8 * NEURON_MULTIPLE else 1
-    return round(count / step) * step
+def activations_of(units: Units, gradients: Gradients) -> Tensor:
+    """The activations of all units in the gradients' rows; those of heads depend on other rows, and were captured."""
+    if isinstance(units, Neurons):
+        return units.activate(gradients.x.to(units.outer))
+    assert gradients.a is not None
+    return gradients.a.to(units.outer)
 
 
-def neuron_candidates(
-    block: Block, neurons: Neurons, runs: list[Elimination], probe: Callable[[Shape], float]
+def unit_counts(units: Units) -> list[int]:
+    """How many units a replacement may keep."""
+    if isinstance(units, Heads) and units.count <= len(UNIT_SHARES):
+        return list(range(1, units.count))
+    step = NEURON_MULTIPLE if isinstance(units, Neurons) and units.count >= 8 * NEURON_MULTIPLE else 1
+    return sorted({round(share * units.count / step) * step for share in UNIT_SHARES})
+
+
+def unit_candidates(
+    block: Block, units: Units, runs: list[Elimination], probe: Callable[[Shape], float]
 ) -> list[tuple[int, int, float]]:
-    """(rank, neurons, damage) of the shapes with neurons that are on a convex frontier.
+    """(rank, units, damage) of the shapes with units that are on a convex frontier.
 
     Pruned shapes and hybrid ones, which have a linear part too, have a frontier each.
     """
@@ -154,7 +201,7 @@ def neuron_candidates(
                     shape = Shape(rank, len(subset.kept))
                     least_errors[shape] = min(least_errors.get(shape, math.inf), subset.errors[rank].item())
     candidates = [
-        Candidate(block.index, shape, block.parameters - shape.parameters(block.width, neurons.size), error)
+        Candidate(block.index, shape, block.parameters - shape_size(block, units, shape), error)
         for shape, error in least_errors.items()
     ]
     pruned = [candidate for candidate in candidates if candidate.shape.rank == 0]
@@ -196,12 +243,12 @@ def fit_shape(
 ) -> Fitted:
     """The fit of one shape, with the block's ridge or the `shrinkage` (ridge and target) of `choose_shrinkage`.
 
-    Beside a low rank there are two removal orders to take the kept neurons from: the fit that errs less is returned.
+    Beside a low rank there are two removal orders to take the kept units from: the fit that errs less is returned.
     `scaled` are the moments scaled to unit variances, where they are at hand.
     """
     ridge, target = shrinkage or (ridges[1 if shape.neurons else 0], 0.0)
     scaled = scaled or scale_moments(moments, outer)
-    sets = kept_sets(shape, orders, outer.device)
+    sets = kept_sets(shape, orders, outer.device, len(outer) // max(1, len(orders[0])))
     fits = [
         refit(moments, scaled, bias, outer, kept, shape.rank, root, ridge, target, with_error=len(sets) > 1)
         for kept in sets
@@ -209,12 +256,15 @@ def fit_shape(
     return min(fits, key=lambda fitted: fitted.error) if len(fits) > 1 else fits[0]
 
 
-def kept_sets(shape: Shape, orders: Tensor | tuple[Tensor, Tensor], device: torch.device) -> list[Tensor]:
-    """The sets of neurons that a shape may keep: the last ones of each removal order that suits its rank."""
+def kept_sets(
+    shape: Shape, orders: Tensor | tuple[Tensor, Tensor], device: torch.device, columns: int = 1
+) -> list[Tensor]:
+    """The columns of a that a shape may keep: those of the last units of each removal order that suits its rank."""
     if shape.neurons == 0:
         return [torch.empty(0, dtype=torch.long, device=device)]
     suited = (0,) if shape.rank == 0 else (1,) if shape.rank is None else (0, 1)
-    return [orders[k][len(orders[k]) - shape.neurons :].sort().values.to(device) for k in suited]
+    sets = [orders[k][len(orders[k]) - shape.neurons :].sort().values.to(device) for k in suited]
+    return [spread_units(kept, columns) for kept in sets]
 
 
 def fit_errors(fitted: Fitted, activations: Tensor, gradients: Gradients) -> Tensor:
@@ -238,20 +288,19 @@ def unpack_moments(tensors: Tensors) -> Moments:
     return Moments(int(rows), weight, mean, empty, xx, xx[:, :0], empty)
 
 
-def unpack_candidates(block: Block, neurons: Neurons | None, tensors: Tensors) -> BlockCandidates:
+def unpack_candidates(block: Block, units: Units | None, tensors: Tensors) -> BlockCandidates:
     """The candidates of one block, from the tensors of `survey_block`."""
     linear, factorised, *ridges = tensors["scalars"].tolist()
     shapes = [
         (Shape(None if rank < 0 else int(rank), int(count)), cost) for rank, count, cost in tensors["table"].tolist()
     ]
-    size = neurons.size if neurons else 0
     return BlockCandidates(
         block=block,
-        neurons=neurons,
+        units=units,
         metric=tensors["metric"],
         damage=Damage(by_rank=tensors["by_rank"], linear=linear, factorised=factorised),
         candidates=[
-            Candidate(block.index, shape, block.parameters - shape.parameters(block.width, size), cost)
+            Candidate(block.index, shape, block.parameters - shape_size(block, units, shape), cost)
             for shape, cost in shapes
         ],
         orders=(tensors["orders"][0], tensors["orders"][1]),

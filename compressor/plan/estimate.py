@@ -18,9 +18,9 @@ from torch import Tensor
 
 from compressor.measure.gradients import Gradients, visit_gradients
 from compressor.measure.moments import ACCUMULATION_DTYPE
-from compressor.models.blocks import Block
-from compressor.models.neurons import Neurons
-from compressor.plan.candidates import NEURON_SHARES, round_count
+from compressor.models.blocks import Block, BranchIndex
+from compressor.models.heads import Heads
+from compressor.plan.candidates import Units, activations_of, shape_size, unit_counts
 from compressor.plan.frontier import Candidate, grow_plans, lower_hull
 from compressor.plan.shapes import Shape
 from compressor.runtime.progress import Progress
@@ -39,12 +39,13 @@ class SizeRange:
     most: int
 
 
-def neuron_damages(neurons: Neurons, rows: Gradients, counts: Sequence[int]) -> list[float]:
-    """Predicted nats per token of keeping so many of a block's neurons, for each of the counts."""
-    a = neurons.activate(rows.x.to(neurons.outer))
-    contributions = ((a - a.mean(0)) * (rows.g.to(a) @ neurons.outer.T)).to(ACCUMULATION_DTYPE)
+def unit_damages(units: Units, rows: Gradients, counts: Sequence[int]) -> list[float]:
+    """Predicted nats per token of keeping so many of a block's units, for each of the counts."""
+    a = activations_of(units, rows)
+    contributions = ((a - a.mean(0)) * (rows.g.to(a) @ units.outer.T)).to(ACCUMULATION_DTYPE)
+    contributions = contributions.reshape(len(a), units.count, units.columns).sum(2)
     damages = torch.stack([damages_in_order(*halves) for halves in both_ways(contributions)]).mean(0)
-    return [0.0 if count == neurons.count else damages[neurons.count - count - 1].item() for count in counts]
+    return [0.0 if count == units.count else damages[units.count - count - 1].item() for count in counts]
 
 
 def both_ways(rows: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -66,30 +67,28 @@ def mean_damage(rows: Gradients) -> float:
     return ((y - y.mean(0)) * g).sum(1).square().mean().item() / 2
 
 
-def estimate_candidates(block: Block, neurons: Neurons | None, rows: Gradients) -> list[Candidate]:
+def estimate_candidates(block: Block, units: Units | None, rows: Gradients) -> list[Candidate]:
     """What the block may become, with rough damages."""
-    if neurons is None:
-        shape = Shape(0, 0)
-        return [Candidate(block.index, shape, block.parameters - shape.parameters(block.width, 0), mean_damage(rows))]
-    counts = sorted({round_count(share * neurons.count, neurons.count) for share in NEURON_SHARES} | {0})
-    shapes = [Shape(0, count) for count in counts]
+    counts = sorted({*unit_counts(units), 0}) if units else [0]
+    damages = unit_damages(units, rows, counts) if units else [mean_damage(rows)]
     return [
-        Candidate(block.index, shape, block.parameters - shape.parameters(block.width, neurons.size), damage)
-        for shape, damage in zip(shapes, neuron_damages(neurons, rows, counts), strict=True)
+        Candidate(block.index, Shape(0, count), block.parameters - shape_size(block, units, Shape(0, count)), damage)
+        for count, damage in zip(counts, damages, strict=True)
     ]
 
 
 def survey_roughly(
-    model: Any, blocks: list[Block], neurons: Mapping[int, Neurons | None], windows: Tensor
+    model: Any, blocks: list[Block], units: Mapping[BranchIndex, Units | None], windows: Tensor
 ) -> list[list[Candidate]]:
     """The candidates of every block from one forward and one backward pass over these windows."""
     hulls: list[list[Candidate]] = []
 
     def visit(block: Block, rows: Gradients) -> None:
         with torch.no_grad():
-            hulls.append(lower_hull(estimate_candidates(block, neurons[block.index], rows)))
+            hulls.append(lower_hull(estimate_candidates(block, units[block.index], rows)))
 
-    visit_gradients(model, blocks, windows, visit, Progress(), tokens=windows.numel())
+    heads = {index: found.outer_path for index, found in units.items() if isinstance(found, Heads)}
+    visit_gradients(model, blocks, windows, visit, Progress(), tokens=windows.numel(), inner_paths=heads)
     return hulls
 
 

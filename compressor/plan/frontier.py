@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from compressor.models.blocks import BranchIndex
 from compressor.plan.shapes import Shape
 
-Growth = tuple[dict[int, Shape], float]  # a plan and its predicted damage
+Growth = tuple[dict[BranchIndex, Shape], float]  # a plan and its predicted damage
 
 RANK_SHARES = (
     0.45,
@@ -42,10 +43,16 @@ class Cost(NamedTuple):
 class Candidate:
     """A shape that one block could take, what it saves, and what it is predicted to cost."""
 
-    index: int  # of the block
+    index: BranchIndex
     shape: Shape
     saved: int  # parameters
     damage: float  # predicted nats per token
+    lightened: int = 0  # operations and cached values of attention that go too, in parameters that would cost as much
+
+    @property
+    def worth(self) -> int:
+        """What it saves, in parameters: by this and its damage, candidates are put in order."""
+        return self.saved + self.lightened
 
 
 def list_ranks(width: int) -> list[int | None]:
@@ -55,9 +62,9 @@ def list_ranks(width: int) -> list[int | None]:
 
 
 def lower_hull(candidates: list[Candidate]) -> list[Candidate]:
-    """The lower convex hull of damage over parameters saved: those that are best at some price per parameter."""
+    """The lower convex hull of damage over worth: those that are best at some price per parameter."""
     hull: list[Candidate] = []
-    for candidate in sorted(candidates, key=lambda c: (c.saved, -c.damage)):
+    for candidate in sorted(candidates, key=lambda c: (c.worth, -c.damage)):
         if candidate.saved <= 0:
             continue
         while hull and (hull[-1].damage >= candidate.damage or not is_convex(hull, candidate)):
@@ -68,14 +75,14 @@ def lower_hull(candidates: list[Candidate]) -> list[Candidate]:
 
 def is_convex(hull: list[Candidate], candidate: Candidate) -> bool:
     """Whether the hull's last corner stays a corner when this candidate follows it."""
-    saved, damage = (hull[-2].saved, hull[-2].damage) if len(hull) > 1 else (0, 0.0)
+    worth, damage = (hull[-2].worth, hull[-2].damage) if len(hull) > 1 else (0, 0.0)
     last = hull[-1]
-    return (last.damage - damage) * (candidate.saved - last.saved) < (candidate.damage - last.damage) * (
-        last.saved - saved
+    return (last.damage - damage) * (candidate.worth - last.worth) < (candidate.damage - last.damage) * (
+        last.worth - worth
     )
 
 
-def grow_plans(hulls: list[list[Candidate]], weights: Mapping[int, float] | None = None) -> list[Growth]:
+def grow_plans(hulls: list[list[Candidate]], weights: Mapping[BranchIndex, float] | None = None) -> list[Growth]:
     """Plans from the smallest to the largest, each with its predicted damage.
 
     Each plan is the one before it and the next step along some block's hull, the cheapest damage per parameter first.
@@ -84,14 +91,14 @@ def grow_plans(hulls: list[list[Candidate]], weights: Mapping[int, float] | None
     """
     steps: list[tuple[float, Candidate, float]] = []
     for hull in hulls:
-        saved, damage = 0, 0.0
+        worth, damage = 0, 0.0
         for candidate in hull:
             weight = weights[candidate.index] if weights else 1.0
             more = candidate.damage - damage
-            steps.append((weight * more / (candidate.saved - saved), candidate, more))
-            saved, damage = candidate.saved, candidate.damage
+            steps.append((weight * more / (candidate.worth - worth), candidate, more))
+            worth, damage = candidate.worth, candidate.damage
     plans: list[Growth] = []
-    shapes: dict[int, Shape] = {}
+    shapes: dict[BranchIndex, Shape] = {}
     total = 0.0
     for _, candidate, more in sorted(steps, key=lambda step: (step[0], step[1].index, step[1].saved)):
         shapes = shapes | {candidate.index: candidate.shape}
@@ -100,7 +107,9 @@ def grow_plans(hulls: list[list[Candidate]], weights: Mapping[int, float] | None
     return plans
 
 
-def weigh_blocks(unexplained: Mapping[int, float], candidates: Mapping[int, list[Candidate]]) -> dict[int, float]:
+def weigh_blocks(
+    unexplained: Mapping[BranchIndex, float], candidates: Mapping[BranchIndex, list[Candidate]]
+) -> dict[BranchIndex, float]:
     """The weights with which a block's linear map costs what it leaves unexplained of the block's output, 1 − R².
 
     The block's other shapes follow in proportion to their predicted damage. Where the damage of the linear map is not

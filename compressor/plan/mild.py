@@ -24,16 +24,18 @@ CERTAIN = 3.0  # standard errors by which a cost must exceed its prediction to c
 
 def find_mild_candidates(of_block: BlockCandidates, runner: TrialRunner, limits: Limits) -> list[Candidate]:
     """The mild forms of an unsafe block that are allowed, with the cost that their trial gives reason to expect."""
-    if of_block.neurons is None:
+    if of_block.units is None:
         return []
-    least = MILD_SHARE * of_block.neurons.count
+    count = of_block.units.count
+    least = min(MILD_SHARE * count, count - 1)
     mild = [c for c in of_block.candidates if c.shape.rank == 0 and c.shape.neurons >= least and c.saved > 0]
     mild = sorted((c for c in mild if c.damage <= limits.smallest), key=lambda c: c.saved)
     for tried in [mild[-1], mild[len(mild) // 2 - 1]][: min(len(mild), MOST_MILD_TRIALS)] if mild else []:
         trial = runner.block_trials.measure(tried)
         costs = [confirmed_cost(found, tried.damage) / limits.least[name] for name, found in trial.items()]
         expected = max(costs, default=math.inf) * limits.smallest
-        kept = f"with {tried.shape.neurons} of its {of_block.neurons.count} neurons"
+        name = "heads" if of_block.block.is_attention else "neurons"
+        kept = f"with {tried.shape.neurons} of its {count} {name}"
         if math.isfinite(expected):
             runner.context.progress.say(
                 f"  block {tried.index} is unsafe as a linear map; {kept} it costs what was predicted, so a few may go"

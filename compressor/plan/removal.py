@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from compressor.evaluate.budget import Removal, text_prefix
-from compressor.models.blocks import Block
+from compressor.models.blocks import Block, BranchIndex
 from compressor.plan.frontier import (
     Candidate,
     Growth,
@@ -20,7 +20,7 @@ from compressor.plan.frontier import (
     lower_hull,
 )
 from compressor.plan.search import WORTH_CORRECTING, Plan, Planner
-from compressor.plan.shapes import KINDS, Shape, list_shapes
+from compressor.plan.shapes import KINDS, Shape, describe_shape, list_shapes
 from compressor.plan.trials import Trial
 from compressor.runtime.errors import BudgetError, InputError
 
@@ -244,7 +244,8 @@ class SizeSearch:
         ]
         self.planner.candidates[dear.index] = [c for c in corrected if math.isfinite(c.damage)]
         self.planner.progress.say(
-            f"  block {dear.index} ({dear.shape}) costs far more than predicted, and is believed to"
+            f"  block {dear.index} ({describe_shape(dear.index, dear.shape)}) costs far more than predicted, and is "
+            "believed to"
         )
 
     def best_trial(self) -> Trial:
@@ -270,7 +271,7 @@ class SizeSearch:
             numbers = ", ".join(map(str, planner.unsafe))
             reasons.append(f"block{'s' * several} {numbers} {'are' if several else 'is'} unsafe to touch")
         if self.runner.overflowing:
-            overflowing: dict[int, Shape] = dict(sorted(self.runner.overflowing, key=str))
+            overflowing: dict[BranchIndex, Shape] = dict(sorted(self.runner.overflowing, key=str))
             reasons.append(f"{list_shapes(overflowing)} overflows")
         if planner.banned:
             reasons.append(f"{len(planner.banned)} shapes run slower than their block (--objective size allows them)")

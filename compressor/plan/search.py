@@ -15,12 +15,12 @@ from compressor.evaluate.perplexity import PerplexityChange
 from compressor.measure.gradients import Damage
 from compressor.measure.profile import Profile
 from compressor.measure.verdicts import Verdict
-from compressor.modeling_compressor import Replacement
+from compressor.models.blocks import AttentionOf, BranchIndex, layer_of
 from compressor.plan.block_trials import BlockTrials
 from compressor.plan.calibration import Calibration, binding_calibration, calibrate, correct_predictions
 from compressor.plan.candidates import BlockCandidates
 from compressor.plan.choices import ANYTHING, Choices
-from compressor.plan.fit import Fitter
+from compressor.plan.fit import Fitter, Module
 from compressor.plan.frontier import (
     CLOSE_ENOUGH,
     DEAR,
@@ -37,7 +37,7 @@ from compressor.plan.frontier import (
 )
 from compressor.plan.mild import find_mild_candidates
 from compressor.plan.moments_store import MomentsStore, open_store
-from compressor.plan.shapes import Shape, Shapes, list_shapes
+from compressor.plan.shapes import Shape, Shapes, describe_shape, list_shapes
 from compressor.plan.shares import largest_share, list_shares, relative_error, rise_error
 from compressor.plan.trials import Trial, TrialRunner
 from compressor.runtime.context import RunContext
@@ -59,14 +59,14 @@ ROOM = 1.96  # standard errors left for the verification's noise; the choice of 
 class Plan:
     """The shapes of the blocks to be replaced, their modules (`fits`), and what they cost on the selection text."""
 
-    shapes: dict[int, Shape]
+    shapes: dict[BranchIndex, Shape]
     compensated: bool
     predicted: float  # nats per token
     calibration: Calibration
     selection: dict[str, PerplexityChange]
     fidelity: dict[str, FidelityChange]  # on the selection text, where a budget asks for it
     trials: list[Trial]
-    fits: dict[int, Replacement]
+    fits: dict[BranchIndex, Module]
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class SearchSpace:
     """What searches on a model and a text have in common, whatever their budget: the candidates of every block, how
     well their predictions hold on each text, the runner that tries plans, and what may change."""
 
-    candidates: Mapping[int, BlockCandidates]
-    damages: dict[int, Damage]  # of every block's linear map
+    candidates: Mapping[BranchIndex, BlockCandidates]
+    damages: dict[BranchIndex, Damage]  # of every block's linear map
     calibrations: dict[str, Calibration]
     runner: TrialRunner
     choices: Choices = ANYTHING
@@ -118,7 +118,7 @@ class Planner:
         self,
         space: SearchSpace,
         limits: Limits,
-        verdicts: Mapping[int, Verdict],
+        verdicts: Mapping[BranchIndex, Verdict],
         *,
         objective: str = "speed",
         room: float = 0.0,
@@ -135,11 +135,15 @@ class Planner:
         self.compensation = USUAL_COMPENSATION
         self.scale = self.usual_scale()  # measured over predicted cost, of the last plan that was tried
         self.banned: set[Shape] = set()  # shapes that run slower than the block they would replace
-        self.most_saved: dict[int, int] = {}  # by block: parameters that it may save at most, since a task refused more
-        self.unsafe = [index for index in space.candidates if verdicts[index].word == "unsafe"]
+        self.most_saved: dict[
+            BranchIndex, int
+        ] = {}  # by block: parameters that it may save at most, since a task refused more
+        self.unsafe = [index for index in space.candidates if index in verdicts and verdicts[index].word == "unsafe"]
         self.mild_tried = False
         corrected = correct_predictions(space.candidates, space.calibrations, limits.least)
-        self.candidates = corrected | {index: [] for index in self.unsafe}  # with predictions for the smallest limit
+        self.candidates: dict[BranchIndex, list[Candidate]] = {  # with predictions for the smallest limit
+            index: [] if index in self.unsafe else self.with_worth(index, row) for index, row in corrected.items()
+        }
 
     def usual_scale(self) -> float:
         """The upper end of a plan's cost over its prediction, before any plan is tried.
@@ -151,12 +155,20 @@ class Planner:
         reach = end_score(USUAL_UNITS, confidence) if confidence > 0 else 0.0
         return 1.0 + reach * math.sqrt(2 / (tokens * max(self.limits.smallest, 1e-6)))
 
+    def with_worth(self, index: BranchIndex, row: list[Candidate]) -> list[Candidate]:
+        """The candidates of a block; for speed, attention is worth its operations and its cache too."""
+        if self.objective != "speed":
+            return row
+        of_block, seq_len = self.space.candidates[index], self.text.seq_len
+        return [replace(c, lightened=of_block.lightened(c.shape, seq_len)) for c in row]
+
     def admit_mild_forms(self) -> None:
         """Allow the mild forms of unsafe blocks that cost what was predicted, once. Only damage says which of them cost
         little: where blocks are ordered by another signal, unsafe ones stay as they are."""
         if not self.mild_tried and self.unexplained is None and "pruned" in self.choices.kinds:
             for index in filter(self.choices.allows_block, self.unsafe):
-                self.candidates[index] = find_mild_candidates(self.space.candidates[index], self.runner, self.limits)
+                mild = find_mild_candidates(self.space.candidates[index], self.runner, self.limits)
+                self.candidates[index] = self.with_worth(index, mild)
         self.mild_tried = True
 
     @property
@@ -179,7 +191,7 @@ class Planner:
         return [row for row in rows if row]
 
     @property
-    def block_weights(self) -> dict[int, float] | None:
+    def block_weights(self) -> dict[BranchIndex, float] | None:
         """How many times a block's damage counts where blocks are put in order; None: once."""
         return None if self.unexplained is None else weigh_blocks(self.unexplained, self.candidates)
 
@@ -319,7 +331,8 @@ class Planner:
         saved = self.space.candidates[index].saved(shapes[index])
         corrected = [replace(c, damage=c.damage + surplus) if c.saved >= saved else c for c in self.candidates[index]]
         self.candidates[index] = [c for c in corrected if math.isfinite(c.damage)]
-        self.progress.say(f"  block {index} ({shapes[index]}) costs far more than predicted, and is believed to")
+        words = describe_shape(index, shapes[index])
+        self.progress.say(f"  block {index} ({words}) costs far more than predicted, and is believed to")
 
     def note_cost(self, plans: list[Growth], budget_factor: float, costs: dict[int, Cost], number: int) -> float:
         """The share that one of the plans is expected to use; what it cost is put into `costs`."""
@@ -348,7 +361,7 @@ class Planner:
     def enlarge(self, shapes: Shapes, predicted: float, budget_factor: float, ceiling: float) -> tuple[Shapes, float]:
         """Use what a plan leaves of the budget: go further in the block that saves most and is predicted to fit."""
         target = self.limits.smallest * budget_factor
-        refused: dict[int, int] = {}  # block → parameters saved by a candidate that did not fit
+        refused: dict[BranchIndex, int] = {}  # block → parameters saved by a candidate that did not fit
         for _ in range(MOST_ENLARGEMENTS):
             used = self.expected_share(shapes, predicted, budget_factor)
             if used >= CLOSE_ENOUGH:
@@ -366,7 +379,7 @@ class Planner:
                 moves += [(c.saved - now.saved, c, c.damage - now.damage) for c in further]
             if not moves:
                 break
-            _, candidate, more = max(moves, key=lambda move: (move[0], -move[1].index))
+            _, candidate, more = max(moves, key=lambda move: (move[0], -layer_of(move[1].index)))
             larger = {**shapes, candidate.index: candidate.shape}
             if self.expected_share(larger, predicted + more, budget_factor) <= 1:
                 shapes, predicted = larger, predicted + more
@@ -383,11 +396,12 @@ class Planner:
         return bool(slow)
 
     def find_slow_shapes(self, shapes: Shapes) -> set[Shape]:
-        """Shapes that run slower than the block they would replace. Pruned blocks, without a linear part, never do."""
-        timed = {index: shape for index, shape in shapes.items() if shape.rank != 0}
+        """Shapes that run slower than the block they would replace. Pruned blocks, without a linear part, never do, and
+        attention, whatever is left of it, is not timed."""
+        timed = {i: shape for i, shape in shapes.items() if shape.rank != 0 and not isinstance(i, AttentionOf)}
         return {shape for index, shape in timed.items() if self.runner.is_slower(shape, index, shapes)}
 
-    def without_block(self, plan: Plan, index: int) -> Plan | None:
+    def without_block(self, plan: Plan, index: BranchIndex) -> Plan | None:
         """The plan with one block restored and the rest fitted again; a plan's only block gets a milder shape."""
         candidates = [c for row in self.affordable_candidates for c in row]
         damages = {c.index: c.damage for c in candidates if plan.shapes.get(c.index) == c.shape}
@@ -401,7 +415,7 @@ class Planner:
             shapes, predicted = {index: candidate.shape}, candidate.damage
         return self.make_plan(self.runner.attempt(shapes, predicted, compensated=plan.compensated))
 
-    def hold(self, index: int, shape: Shape | None) -> None:
+    def hold(self, index: BranchIndex, shape: Shape | None) -> None:
         """From here on a block saves at most what this shape saves; without a shape it is left alone."""
         self.most_saved[index] = self.space.candidates[index].saved(shape) if shape else 0
 

@@ -1,7 +1,8 @@
-"""Which neurons to keep, and the least-squares weights of those kept, from the moments of z = [x, a] alone.
+"""Which units to keep, and the least-squares weights of those kept, from the moments of z = [x, a] alone.
 
-x is a block's input, a the activations of its neurons. The block's output is linear in a, through the matrix `outer`,
-so the text need not be run again. Features are scaled to unit variance, so that one ridge means the same for all.
+x is a block's input, a the activations of its units: one column for a neuron of an FFN, several for a key-value head of
+attention with its query heads. The block's output is linear in a, through the matrix `outer`, so the text need not be
+run again. Features are scaled to unit variance, so that one ridge means the same for all.
 Errors e are measured in the metric F = E[g·gᵀ] of the loss gradients, as ‖e·root‖² with root·rootᵀ = F.
 """
 
@@ -66,7 +67,7 @@ def factor_metric(metric: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Subset:
-    """A set of kept neurons, and the error of the output with it, for every rank of a linear part beside them.
+    """A set of kept units, and the error of the output with it, for every rank of a linear part beside them.
 
     Only that of rank 0 is known where the ranks were not measured.
     """
@@ -77,58 +78,82 @@ class Subset:
 
 @dataclass(frozen=True)
 class Elimination:
-    """Neurons in the order of their removal, some of the subsets on the way, and the output's energy (`total`)."""
+    """Units in the order of their removal, some of the subsets on the way, and the output's energy (`total`)."""
 
     order: Tensor
     subsets: list[Subset]
     total: float
 
 
-def eliminate(scaled: ScaledMoments, root: Tensor, counts: list[int], *, with_inputs: bool) -> Elimination:
-    """Backward elimination: remove one neuron after another, each time the one that costs least.
+def eliminate(
+    scaled: ScaledMoments, root: Tensor, counts: list[int], *, with_inputs: bool, columns: int = 1
+) -> Elimination:
+    """Backward elimination: remove one unit after another, each time the one that costs least.
 
-    The cost is the rise of ‖e·root‖² after the weights of the rest (and of x, `with_inputs`) are fitted again. It is
-    ‖w_j·root‖²/H_jj for neuron j, where H is the inverse of the Gram matrix of the features that are left. A subset is
+    A unit has as many `columns` of a. The cost is the rise of ‖e·root‖² after the weights of the rest (and of x,
+    `with_inputs`) are fitted again. It is tr(w_uᵀ·(H_uu)⁻¹·w_u) for unit u with the weights w_u·root, where H is the
+    inverse of the Gram matrix of the features that are left; ‖w_j·root‖²/H_jj where a unit is one neuron j. A subset is
     recorded at every count, and before the first removal that is not free; ranks are measured at every second count.
     """
-    inputs, neurons = scaled.inputs, len(scaled.outer)
+    inputs, units = scaled.inputs, len(scaled.outer) // columns
     first = 0 if with_inputs else inputs
     inverse = invert(scaled.gram[first:, first:], SELECTION_RIDGE)
     offset = inputs - first
     start = scaled.outer @ root
     total = (start * (scaled.gram[inputs:, inputs:] @ start)).sum().item()
     weights = torch.cat([start.new_zeros(offset, start.shape[1]), start])
-    alive = torch.arange(neurons, device=start.device)
+    alive = torch.arange(units, device=start.device)
     order: list[Tensor] = []
     subsets: list[Subset] = []
     error, free = 0.0, True
-    recorded = sorted({c for c in counts if 0 <= c < neurons} | {0}, reverse=True)
-    with_ranks = recorded[:: 2 if len(recorded) > MANY_COUNTS else 1]
+    recorded = sorted({c for c in counts if 0 <= c < units} | {0}, reverse=True)
+    with_ranks = recorded[:: 2 if len(recorded) > MANY_COUNTS and columns == 1 else 1]
     while len(alive):
         most = min(STEP, len(alive) - next(c for c in recorded if c < len(alive)))
-        chosen, costs = next_removals(inverse[offset:, offset:], weights[offset:], most)
+        if columns == 1:
+            chosen, costs = next_removals(inverse[offset:, offset:], weights[offset:], most)
+        else:
+            chosen, costs = next_unit(inverse[offset:, offset:], weights[offset:], columns)
         if free:
             free_count = sum(error + so_far <= FREE_SHARE * total for so_far in accumulate(costs))
             if free_count:
                 chosen, costs = chosen[:free_count], costs[:free_count]
             elif order:
-                subsets.append(measure_subset(scaled, root, inverse, weights, alive, error, offset))
+                kept = spread_units(alive, columns)
+                subsets.append(measure_subset(scaled, root, inverse, weights, alive, kept, error, offset))
             free = free_count > 0
         error += sum(costs)
         order.append(alive[chosen])
-        removed = chosen + offset
-        columns = inverse[:, removed]
-        step = torch.linalg.solve(columns[removed], columns.T).T
+        removed = offset + spread_units(chosen, columns)
+        across = inverse[:, removed]
+        step = torch.linalg.solve(across[removed], across.T).T
         weights = weights - step @ weights[removed]
-        inverse = inverse.addmm_(step, columns.T, alpha=-1)
+        inverse = inverse.addmm_(step, across.T, alpha=-1)
         stays = torch.ones(len(inverse), dtype=torch.bool, device=inverse.device)
         stays[removed] = False
-        inverse, weights, alive = inverse[stays][:, stays], weights[stays], alive[stays[offset:]]
+        inverse, weights = inverse[stays][:, stays], weights[stays]
+        alive = alive[stays[offset:].reshape(-1, columns)[:, 0]]
         if len(alive) in with_ranks:
-            subsets.append(measure_subset(scaled, root, inverse, weights, alive, error, offset))
+            kept = spread_units(alive, columns)
+            subsets.append(measure_subset(scaled, root, inverse, weights, alive, kept, error, offset))
         elif len(alive) in recorded and not with_inputs:
             subsets.append(Subset(alive.sort().values, torch.tensor([error], dtype=start.dtype)))
     return Elimination(torch.cat(order), subsets, total)
+
+
+def spread_units(units: Tensor, columns: int) -> Tensor:
+    """The columns of these units, each of which has as many, in order."""
+    return (units[:, None] * columns + torch.arange(columns, device=units.device)).flatten()
+
+
+def next_unit(inverse: Tensor, weights: Tensor, columns: int) -> tuple[Tensor, list[float]]:
+    """The unit that costs least to remove, of those with several columns, and its cost."""
+    count = len(inverse) // columns
+    blocks = inverse.reshape(count, columns, count, columns).diagonal(dim1=0, dim2=2)
+    rows = weights.reshape(-1, columns, weights.shape[1])
+    costs = (rows * torch.linalg.solve(blocks.permute(2, 0, 1), rows)).sum((1, 2)).clamp_min(0)
+    best = costs.argmin()
+    return best[None], [costs[best].item()]
 
 
 def invert(gram: Tensor, ridge: float) -> Tensor:
@@ -174,9 +199,17 @@ def next_removals(inverse: Tensor, weights: Tensor, most: int) -> tuple[Tensor, 
 
 
 def measure_subset(
-    scaled: ScaledMoments, root: Tensor, inverse: Tensor, weights: Tensor, alive: Tensor, error: float, offset: int
+    scaled: ScaledMoments,
+    root: Tensor,
+    inverse: Tensor,
+    weights: Tensor,
+    alive: Tensor,
+    kept: Tensor,
+    error: float,
+    offset: int,
 ) -> Subset:
-    """The error of this set for every rank of a linear part: each direction of x removes one eigenvalue from it."""
+    """The error of these units, whose columns are `kept`, for every rank of a linear part beside them: each direction
+    of x removes one eigenvalue from it."""
     inputs = scaled.inputs
     if offset:  # the error so far is that with the full rank of x
         added = weights[:offset]
@@ -184,8 +217,8 @@ def measure_subset(
         base = error
     else:
         lost = scaled.outer @ root
-        lost[alive] -= weights
-        across = scaled.gram[:inputs, inputs + alive]
+        lost[kept] -= weights
+        across = scaled.gram[:inputs, inputs + kept]
         projection = inverse @ across.T
         schur = scaled.gram[:inputs, :inputs] - across @ projection  # scatter of x that the neurons do not explain
         schur.diagonal().add_(SELECTION_RIDGE)

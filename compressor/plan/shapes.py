@@ -1,9 +1,14 @@
-"""The shape of a replacement: the rank of its linear part, and the number of neurons that it keeps."""
+"""The shape of a replacement: the rank of its linear part, and the number of units that it keeps.
+
+A unit is a neuron of an FFN, or a key-value head of attention with all of its query heads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from compressor.models.blocks import AttentionOf, BranchIndex
 
 KINDS = ("linear", "lowrank", "pruned", "hybrid", "bias")
 
@@ -34,9 +39,17 @@ class Shape:
         return " + ".join(part for part in (neurons, linear) if part) or "bias"
 
 
-Shapes = Mapping[int, Shape]  # block index → shape of its replacement
+Shapes = Mapping[BranchIndex, Shape]  # block index → shape of its replacement
+
+
+def describe_shape(index: BranchIndex, shape: Shape) -> str:
+    """A block's shape in words: attention keeps heads."""
+    if not isinstance(index, AttentionOf):
+        return str(shape)
+    return str(shape).replace("neurons", "head" if shape.neurons == 1 else "heads")
 
 
 def list_shapes(shapes: Shapes) -> str:
     """The blocks of a plan with their shapes, in one line."""
-    return ", ".join(f"{index} ({shape})" for index, shape in sorted(shapes.items()))
+    ordered = sorted(shapes.items(), key=lambda item: item[0])
+    return ", ".join(f"{index} ({describe_shape(index, shape)})" for index, shape in ordered)

@@ -21,15 +21,15 @@ from compressor.evaluate.fidelity import (
 from compressor.evaluate.perplexity import Losses, PerplexityChange, compare_parts, evaluate, limit_batch_size
 from compressor.evaluate.speed import is_slower
 from compressor.modeling_compressor import Replacement
-from compressor.models.blocks import Block, modules_of
+from compressor.models.blocks import AttentionOf, Block, BranchIndex, layer_of, modules_of
 from compressor.models.residual import Stream, open_stream
 from compressor.models.source import identify
 from compressor.patch.tree import patched
 from compressor.plan.block_trials import BlockTrials
 from compressor.plan.candidates import BlockCandidates
-from compressor.plan.fit import Fitter
+from compressor.plan.fit import Fitter, Module
 from compressor.plan.moments_store import MomentsStore
-from compressor.plan.shapes import Shape, Shapes, list_shapes
+from compressor.plan.shapes import Shape, Shapes, describe_shape, list_shapes
 from compressor.runtime import distributed
 from compressor.runtime.cache import Tensors
 from compressor.runtime.environment import identify_machine
@@ -43,7 +43,7 @@ class Trial:
     A plan whose weights or activations overflow has no measured changes: it costs more than any budget.
     """
 
-    shapes: dict[int, Shape]
+    shapes: dict[BranchIndex, Shape]
     predicted: float  # nats per token
     saved: int
     compensated: bool  # fitted in order of depth, each block compensating those before it
@@ -64,7 +64,7 @@ class TrialRunner:
     def __init__(
         self,
         store: MomentsStore,
-        candidates: Mapping[int, BlockCandidates],
+        candidates: Mapping[BranchIndex, BlockCandidates],
         fitter: Fitter,
         block_trials: BlockTrials,
         *,
@@ -74,13 +74,15 @@ class TrialRunner:
         self.block_trials = block_trials
         self.start: Stream | None = None  # the selection windows in the source, at a layer that no plan has replaced
         self.model: Any = store.model
-        self.text, self.blocks, self.context = store.text, store.blocks, store.context
+        self.text, self.blocks, self.context = store.text, list(store.blocks.values()), store.context
         self.before: Losses | None = None
         self.reference: Reference | None = None  # of the selection text, once the source was measured there
         self.tried: dict[tuple[Any, ...], Trial] = {}
-        self.overflowing: set[tuple[int, Shape]] = set()  # shapes that overflow in this block, whatever the plan
+        self.overflowing: set[tuple[BranchIndex, Shape]] = (
+            set()
+        )  # shapes that overflow in this block, whatever the plan
         self.slow: dict[tuple[str, Shape], bool] = {}  # by the path of a block: whether a shape runs slower than it
-        self.compensated: dict[tuple[Any, ...], dict[int, Replacement]] = {}
+        self.compensated: dict[tuple[Any, ...], dict[BranchIndex, Module]] = {}
 
     def attempt(self, shapes: Shapes, predicted: float, *, compensated: bool = False) -> Trial:
         """Fit one plan and measure it on the selection text."""
@@ -109,15 +111,17 @@ class TrialRunner:
                 self.leave_out([item for item in shapes.items() if self.overflows_alone(*item, shapes)])
         return self.tried[key]
 
-    def overflows_alone(self, index: int, shape: Shape, shapes: Shapes) -> bool:
+    def overflows_alone(self, index: BranchIndex, shape: Shape, shapes: Shapes) -> bool:
         """Whether one block of a plan that overflows does so by itself."""
         return len(shapes) == 1 or not bool(self.measure({index: shape}, False)[0].nats.isfinite().all())
 
-    def leave_out(self, found: Iterable[tuple[int, Shape]]) -> None:
+    def leave_out(self, found: Iterable[tuple[BranchIndex, Shape]]) -> None:
         """From here on no plan has these shapes in these blocks."""
         for index, shape in found:
             if (index, shape) not in self.overflowing:
-                self.context.progress.say(f"  block {index} ({shape}) overflows, so it is left out")
+                self.context.progress.say(
+                    f"  block {index} ({describe_shape(index, shape)}) overflows, so it is left out"
+                )
             self.overflowing.add((index, shape))
 
     def measure_source(self) -> Losses:
@@ -140,7 +144,7 @@ class TrialRunner:
         windows, reference, context = self.text.selection.windows, self.reference, self.context
 
         def run() -> Tensors:
-            start = self.start_before(min(shapes))
+            start = self.start_before(layer_of(min(shapes)))
             try:
                 with patched(self.model, self.blocks, self.fit_modules(shapes, compensated)):
                     if reference is None:
@@ -158,23 +162,23 @@ class TrialRunner:
         fidelity = None if reference is None else Fidelity(found["kl"], found["agrees"])
         return Losses(found["nats"]), fidelity
 
-    def start_before(self, index: int) -> Stream:
+    def start_before(self, layer: int) -> Stream:
         """The selection windows at this layer of the source, or at one before it: no plan changes what is before its
         first block."""
-        if self.start is None or self.start.position > index:
+        if self.start is None or self.start.position > layer:
             windows, size = self.text.selection.windows, self.context.batch_size
             size = limit_batch_size(self.model, windows.shape[1], size)
-            self.start = open_stream(self.model, self.blocks, windows, size)
-            self.start.advance(index)
+            self.start = open_stream(self.model, self.store.layers, windows, size)
+            self.start.advance(layer)
         return self.start
 
     def trial_key(self, shapes: Shapes, compensated: bool, **more: Any) -> dict[str, Any]:
         """The cache key of a trial; without shapes, of the source."""
-        by_index = {index: str(shape) for index, shape in sorted(shapes.items())}
+        by_index = {str(index): str(shapes[index]) for index in sorted(shapes)}
         how = {"shapes": by_index, "compensated": compensated, "measured": self.text.selection.sha256, **more}
-        return self.store.key("trial", self.blocks[0], **how)
+        return self.store.key("trial", self.store.layers[0], **how)
 
-    def fit_modules(self, shapes: Shapes, compensated: bool) -> dict[int, Replacement]:
+    def fit_modules(self, shapes: Shapes, compensated: bool) -> dict[BranchIndex, Module]:
         """The modules of a plan. Compensated fits take a pass over the text, so those of the last plan are kept."""
         if not compensated:
             return self.fitter.fit_at_once(shapes)
@@ -183,18 +187,20 @@ class TrialRunner:
             self.compensated = {key: self.fitter.fit_in_order(shapes)}
         return self.compensated[key]
 
-    def is_slower(self, shape: Shape, index: int, shapes: Shapes) -> bool:
-        """Whether a shape takes longer than the block it replaces, on this machine.
+    def is_slower(self, shape: Shape, index: BranchIndex, shapes: Shapes) -> bool:
+        """Whether a shape takes longer than the FFN it replaces, on this machine.
 
         The result is cached: a run that continues after an interruption must come to the same plan. Blocks that are
         built alike share it: to time each of them would be to give the same answer more chances to be wrong.
         """
-        like = self.first_built_like(self.blocks[index])
+        block = self.store.blocks[index]
+        like = self.first_built_like(block)
         if (like.path, shape) not in self.slow:
             module = self.fit_modules(shapes, False)[index]
+            assert isinstance(module, Replacement)
 
             def run() -> Tensors:
-                return {"slower": torch.tensor(is_slower(self.model, self.blocks[index], module))}
+                return {"slower": torch.tensor(is_slower(self.model, block, module))}
 
             key = self.store.key("slower", like, shape=str(shape), machine=identify_machine())
             self.slow[like.path, shape] = bool(
@@ -218,5 +224,11 @@ def summarise_shapes(shapes: Shapes) -> str:
     """A plan in one line: every block where there are few, else how many there are of each kind."""
     if len(shapes) <= 4:
         return list_shapes(shapes)
-    kinds = [shape.kind for shape in shapes.values()]
-    return f"{len(shapes)} blocks ({', '.join(f'{kinds.count(kind)} {kind}' for kind in sorted(set(kinds)))})"
+    attention = {index: shape for index, shape in shapes.items() if isinstance(index, AttentionOf)}
+    blocks = {index: shape for index, shape in shapes.items() if index not in attention}
+    counts = []
+    for word, part in (("blocks", blocks), ("attention", attention)):
+        kinds = [shape.kind for shape in part.values()]
+        listed = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
+        counts += [f"{len(part)} {word} ({listed})"] if part else []
+    return " and ".join(counts)

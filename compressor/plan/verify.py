@@ -10,6 +10,7 @@ from typing import NamedTuple
 from compressor.evaluate.budget import compute_limits, format_budgets
 from compressor.evaluate.evaluator import Evaluator, Measured
 from compressor.evaluate.tasks import Scores, TaskChange, find_lost_documents, split_documents
+from compressor.models.blocks import BranchIndex, layer_of
 from compressor.patch.tree import identify_patched, patched
 from compressor.plan.removal import SizeTarget, explain_conflict, say_affordable, search_size
 from compressor.plan.search import Plan, Planner
@@ -85,7 +86,7 @@ class TaskJudge:
     def task_looks(self) -> dict[str, int]:
         return dict.fromkeys(self.limited, self.looks)
 
-    def find_worst_block(self, plan: Plan, scores: Mapping[str, Scores], refusal: TaskRefusal) -> int:
+    def find_worst_block(self, plan: Plan, scores: Mapping[str, Scores], refusal: TaskRefusal) -> BranchIndex:
         return find_worst_block(self.planner, self.evaluator, plan, refusal.suspects, self.source.scores, scores)
 
 
@@ -114,7 +115,13 @@ def search_and_verify(planner: Planner, evaluator: Evaluator, source: Measured) 
 
 
 def walk_back(
-    planner: Planner, evaluator: Evaluator, source: Measured, plan: Plan, index: int, looks: int, missed: BudgetError
+    planner: Planner,
+    evaluator: Evaluator,
+    source: Measured,
+    plan: Plan,
+    index: BranchIndex,
+    looks: int,
+    missed: BudgetError,
 ) -> tuple[Plan, Measured, int]:
     """The plan without a block that a task refuses, if the texts hold, what was measured of it, and the looks so far.
 
@@ -170,7 +177,7 @@ def spend_freed_budget(
     return replace(held, looks=looks)
 
 
-def accepted_shape(planner: Planner, held: Plan, refused: Plan, index: int) -> Shape | None:
+def accepted_shape(planner: Planner, held: Plan, refused: Plan, index: BranchIndex) -> Shape | None:
     """The shape that a block has in a plan that held, if it is milder than that in a plan that was refused."""
     saved, shape = planner.space.candidates[index].saved, held.shapes.get(index)
     return shape if shape is not None and saved(shape) < saved(refused.shapes[index]) else None
@@ -296,11 +303,11 @@ def find_worst_block(
     suspects: list[str],
     before: Mapping[str, Scores],
     after: Mapping[str, Scores],
-) -> int:
+) -> BranchIndex:
     """The block that, restored, wins back most of the documents that these tasks lost, of those that choose."""
     if len(plan.shapes) == 1:
         return next(iter(plan.shapes))
-    won_back: dict[int, float] = dict.fromkeys(plan.shapes, 0.0)
+    won_back: dict[BranchIndex, float] = dict.fromkeys(plan.shapes, 0.0)
     identity = identify_patched(planner.model, plan.fits)
     others = {i: {k: v for k, v in identity["replaced"].items() if k != str(i)} for i in plan.shapes}
     identities = {index: {**identity, "replaced": replaced} for index, replaced in others.items()}
@@ -313,7 +320,7 @@ def find_worst_block(
                 scores = evaluator.score_task(planner.model, task, f"block {index} back", identities[index], lost)
             gain = scores[task.metric] - after[task.name][task.metric][lost]
             won_back[index] += task.better * gain.sum().item()
-    return max(plan.shapes, key=lambda index: (won_back[index], planner.space.damages[index].linear, -index))
+    return max(plan.shapes, key=lambda index: (won_back[index], planner.space.damages[index].linear, -layer_of(index)))
 
 
 def refuse_over_budget(evaluator: Evaluator, before: Measured, after: Measured, shapes: Shapes) -> None:

@@ -12,7 +12,8 @@ from compressor.report.export_record import ExportRecord
 from compressor.report.fidelity import format_nats
 from compressor.report.formats import SAME_SPEED, asked_size, last_part, name_replacement, name_verdict, ratio_interval
 from compressor.report.record import Record, SavedRecord
-from compressor.report.record_parts import Block, SavedBlock, Source, Speed, TextResult, present
+from compressor.report.record_parts import Block, SavedBlock, Source, TextResult, present
+from compressor.report.speed_parts import Speed
 from compressor.report.tables import fidelity_rows, task_row, text_row
 from compressor.runtime.card_rules import carry_over
 from compressor.runtime.errors import visible

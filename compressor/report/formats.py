@@ -86,6 +86,12 @@ def block_numbers(indices: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}–{b}" for a, b in runs)
 
 
+def list_branches(blocks: Sequence[int], attention: Sequence[int]) -> str:
+    """Blocks in words: `block 3`, `blocks 3, 7–9 and attention 4`, `attention 4, 5`."""
+    words = [f"{'block' if len(blocks) == 1 else 'blocks'} {block_numbers(blocks)}"] if blocks else []
+    return " and ".join([*words, *([f"attention {block_numbers(attention)}"] if attention else [])])
+
+
 def name_replacement(replacement: Replacement) -> str:
     """`pruned 472`, `hybrid 472 rank 48`, `lowrank 48`, `linear`; a dot for a block that stayed as it was."""
     if replacement.kind == "keep":

@@ -6,6 +6,7 @@ measured is None; keys that this version does not know are kept, for the record 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 import compressor
 from compressor.report.fidelity import Fidelity
 from compressor.report.record_parts import (
+    Attention,
     Block,
     Breakdown,
     Budget,
@@ -30,7 +32,6 @@ from compressor.report.record_parts import (
     SavedBlock,
     Shape,
     Source,
-    Speed,
     Swap,
     TaskResult,
     TextResult,
@@ -39,6 +40,7 @@ from compressor.report.record_parts import (
     Verdict,
 )
 from compressor.report.search_parts import Agreement, FrontierPoint, TriedPlan
+from compressor.report.speed_parts import KVCache, Speed
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import EXPORT, RECORD, UNNAMED
 from compressor.runtime.safe_files import read_json
@@ -60,6 +62,8 @@ class SavedRecord(Versioned):
     source: Source
     parameters: Parameters
     blocks: list[SavedBlock]
+    attention: list[SavedBlock] = Field(default_factory=list)
+    kv_cache: KVCache | None = None
     compressed_sha256: str | None = None
     weights_match: bool | None = None
 
@@ -69,11 +73,14 @@ class Record(Versioned):
 
     source: Source
     parameters: Parameters
-    blocks: list[Block] = Field(default_factory=list)
+    blocks: list[Block] = Field(default_factory=list)  # the FFNs
+    attention: list[Attention] = Field(default_factory=list)  # empty where attention was not measured
+    kv_cache: KVCache | None = None
     # how linear the model is
     text: Texts | None = None
     rows: Rows | None = None
     shape: Shape | None = None
+    attention_shape: Shape | None = None
     swap: Swap | None = None
     probes: Probes | None = None
     cross: CrossSummary | None = None
@@ -129,10 +136,10 @@ class Record(Versioned):
         budget = self.budget.model_dump(include={"max_dppl", "asked"})
         return {UNNAMED: TextResult(**self.perplexity.model_dump(), **budget, passed=passed)}
 
-    def blocks_by_verdict(self) -> dict[Verdict | None, list[int]]:
-        """Block indices by verdict; None are the undecided ones."""
-        words: tuple[Verdict | None, ...] = ("safe", "costly", "unsafe", None)
-        return {word: [block.index for block in self.blocks if block.verdict == word] for word in words}
+    @property
+    def branches(self) -> list[Block]:
+        """FFNs and attention together, in order of depth."""
+        return sorted([*self.blocks, *self.attention], key=lambda block: block.depth)
 
     def with_parts(self, **parts: Any) -> Record:
         """The record with these parts set or replaced."""
@@ -168,6 +175,12 @@ def read_record(directory: Path) -> Record | SavedRecord:
         return (SavedRecord if values.get("perplexity") is None else Record).model_validate(values)
     except ValidationError as error:
         raise InputError(f"{file} is not a compression record of schema 1: {list_mistakes(error)}") from error
+
+
+def by_verdict(blocks: Sequence[Block]) -> dict[Verdict | None, list[int]]:
+    """Block indices by verdict; None are the undecided ones."""
+    words: tuple[Verdict | None, ...] = ("safe", "costly", "unsafe", None)
+    return {word: [block.index for block in blocks if block.verdict == word] for word in words}
 
 
 def weights_match(record: Record | SavedRecord, sha256: str | None) -> bool | None:

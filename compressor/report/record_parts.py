@@ -65,11 +65,19 @@ class Rows(Part):
 
 
 class Replacement(Part):
-    """What stands in a block's place; `rank` None with kind linear is a full matrix."""
+    """What stands in a block's place; `rank` None with kind linear is a full matrix.
+
+    An FFN keeps `neurons`, attention keeps `heads` of its `units`: a unit is a key-value head with the query heads that
+    read it. `kept_heads` are the numbers of the kept units.
+    """
 
     kind: Literal["keep", "linear", "lowrank", "pruned", "hybrid", "bias"]
     rank: Count | None = None
     neurons: Count | None = None
+    heads: Count | None = None
+    kept_heads: list[Count] | None = None
+    units: Count | None = None
+    query_heads_per_unit: Count | None = None
 
 
 class PerplexityChange(Part):
@@ -99,6 +107,7 @@ class Together(Trial):
     """Several blocks replaced at once."""
 
     blocks: list[int]
+    attention: list[int] = Field(default_factory=list)  # the layers whose attention was replaced too
     removed: int
     removed_fraction: Figure
 
@@ -190,6 +199,28 @@ class Block(BlockFigures):
     trained: Trained | None = None
     cross: Crossing | None = None
 
+    @property
+    def name(self) -> str:
+        """What the block is called in tables."""
+        return str(self.index)
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        """Where the block stands among all blocks, attention before the FFN of its layer."""
+        return self.index, 1
+
+
+class Attention(Block):
+    """The attention of one layer, whose number is `index`."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.index} attention"
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        return self.index, 0
+
 
 class SavedBlock(Part):
     """A replaced block of a model that was saved without measurements."""
@@ -259,6 +290,7 @@ class Corpus(Part):
     name: str
     text: TextSplit
     blocks: list[BlockFigures]
+    attention: list[BlockFigures] = Field(default_factory=list)
     shape: Shape
 
 
@@ -400,54 +432,3 @@ class Check(Part):
     measured: Figure | None = None
     limit: Figure | None = None
     detail: str = ""
-
-
-class SpeedStep(Part):
-    """Tokens per second of one step, prefill or decoding, and how many times as fast it has become."""
-
-    name: str
-    before: Figure
-    after: Figure
-    ratio: Figure
-    ci95: Interval
-
-    @property
-    def differs(self) -> bool:
-        """Whether the clock can tell the two models apart: the interval of the ratio does not hold 1."""
-        low, high = self.ci95
-        return low > 1 or high < 1
-
-
-class Speed(Part):
-    """Operations counted, tokens per second measured in turns; None where the weights were on disk.
-
-    A ratio is the median over pairs of runs. Records of earlier versions have ratios without an interval.
-    """
-
-    flops_before: Count
-    flops_after: Count
-    prefill_before: Figure | None
-    prefill_after: Figure | None
-    decode_before: Figure | None
-    decode_after: Figure | None
-    seq_len: Count
-    flops_ratio: Figure
-    prefill_ratio: Figure | None
-    decode_ratio: Figure | None
-    prefill_ratio_ci95: Interval | None = None
-    decode_ratio_ci95: Interval | None = None
-    prefill_pairs: Count | None = None
-    decode_pairs: Count | None = None
-
-    @property
-    def steps(self) -> list[SpeedStep]:
-        """Prefill and decoding, where they were timed and their ratio has an interval."""
-        found = [
-            ("prefill", self.prefill_before, self.prefill_after, self.prefill_ratio, self.prefill_ratio_ci95),
-            ("decoding", self.decode_before, self.decode_after, self.decode_ratio, self.decode_ratio_ci95),
-        ]
-        return [
-            SpeedStep(name=name, before=before, after=after, ratio=ratio, ci95=ci95)
-            for name, before, after, ratio, ci95 in found
-            if before is not None and after is not None and ratio is not None and ci95 is not None
-        ]

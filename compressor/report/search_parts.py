@@ -22,11 +22,12 @@ class Prediction(Part):
 
 
 class Agreement(Part):
-    """Whether predictions hold, over all blocks."""
+    """Whether predictions hold, over all blocks; `attention` has the layer's number as index."""
 
     rank_correlation: Figure | None
     kl_rank_correlation: Figure | None = None
     blocks: list[Prediction]
+    attention: list[Prediction] = Field(default_factory=list)
 
 
 class TriedPlan(Part):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from compressor.report.formats import block_numbers, ends, last_part, name_verdict, num, percent, ridge_differs
-from compressor.report.record import ProfileSet, Record, profiles_of
+from compressor.report.record import ProfileSet, Record, by_verdict, profiles_of
 from compressor.report.record_parts import CrossSummary, Probes, Shape, Together, present
 from compressor.report.tables import make_table, notes, warning_lines
 
@@ -29,7 +29,7 @@ def answer(record: Record) -> list[str]:
     elif savings := predicted_savings(record):
         lines.append(f"Parameters that a linear map saves, and what it is predicted to cost: {savings}.")
     safe, costly, unsafe, undecided = (
-        block_numbers(indices) or "none" for indices in record.blocks_by_verdict().values()
+        block_numbers(indices) or "none" for indices in by_verdict(record.blocks).values()
     )
     more = "" if undecided == "none" else f" Undecided, for too few rows were fitted: {undecided}."
     return [*lines, f"Safe: {safe}. Costly: {costly}.{more}", f"Not to be touched: {unsafe}."]

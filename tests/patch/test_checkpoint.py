@@ -200,7 +200,7 @@ EXTRA = Replacement(WIDTH, 4).spec()
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (set_path(["quantization_config", "schema_version"], 3), "schema_version 3"),
+        (set_path(["quantization_config", "schema_version"], 4), "schema_version 4"),
         (set_path(["quantization_config", "schema_version"], 0), "schema_version 0"),
         (set_path(["quantization_config", "bits"], 4), "unknown keys: bits"),
         (set_path([*SPEC, "colour"], 1), "colour"),
