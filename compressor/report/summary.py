@@ -9,6 +9,7 @@ from rich.table import Table
 from compressor.report.formats import (
     MISSING,
     block_numbers,
+    branch_numbers,
     ends,
     last_part,
     list_branches,
@@ -54,7 +55,7 @@ def answer(record: Record) -> list[str]:
             )
             + "."
         )
-        unsafe += f"; attention {block_numbers(of_attention['unsafe']) or 'none'}"
+        unsafe = branch_numbers(by_verdict(record.blocks)["unsafe"], of_attention["unsafe"]) or "none"
     return [*lines, f"Not to be touched: {unsafe}."]
 
 
