@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from zoo import VOCAB, WIDTH, tiny_model
 
+from compressor.plan.choices import Choices
 from compressor.text import Split, Text
 
 SEQ_LEN = 32
+FFNS = Choices(branches=("ffn",))  # for tests of what a search does with FFNs: attention stays as it is
 
 
 def random_text(calibration: int = 60, selection: int = 24, verification: int = 32, seed: int = 0) -> Text:

@@ -53,7 +53,7 @@ class SimulatedRunner:
     def __post_init__(self) -> None:
         self.blocks = sorted({index for index, _ in self.costs})
         self.candidates = {
-            index: SimpleNamespace(saved=lambda shape: shape.rank, neurons=None, candidates=[]) for index in self.blocks
+            index: SimpleNamespace(saved=lambda shape: shape.rank, units=None, candidates=[]) for index in self.blocks
         }
         split = SimpleNamespace(tokens=4096)
         self.model, self.text = None, SimpleNamespace(selection=split, verification=split)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from compressor.models.offload import device_of
 from compressor.models.source import stored_dtype
@@ -18,9 +19,10 @@ def kv_cache_bytes(model: Any) -> int | None:
     family, and with attention replaced. None for a model without such a cache.
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
-    cache = getattr(model(input_ids=token, use_cache=True), "past_key_values", None)
+    cache: Any = getattr(model(input_ids=token, use_cache=True), "past_key_values", None)
     if not hasattr(cache, "layers"):
         return None
-    filled = [layer for layer in cache.layers if layer.is_initialized]
-    values = sum(layer.keys.numel() + layer.values.numel() for layer in filled)
+    # Layers without attention say that they are initialised, and keep nothing.
+    filled = [layer for layer in cache.layers if isinstance(getattr(layer, "keys", None), Tensor)]
+    values: int = sum(layer.keys.numel() + layer.values.numel() for layer in filled)
     return values * stored_dtype(model).itemsize

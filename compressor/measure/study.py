@@ -89,7 +89,8 @@ def study(
         sweep = Sweep(alone, sweeper.together(usable), seconds, whole_seconds)
     crossings = cross(model, text, *options.other, context) if options.other else []
     other = options.other[0] if options.other else None
-    probed = run_probes(model, [p.block for p in profile.blocks], text, options, context) if options.probes else {}
+    ffns = [p.block for p in profile.blocks]
+    probed = run_probes(model, ffns, text, options, context) if options.probes and ffns else {}
     return Study(verdicts, dict(damages), sweep, crossings=crossings, other=other, **probed)
 
 

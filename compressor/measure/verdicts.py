@@ -75,8 +75,9 @@ def describe_few_rows(profile: BlockProfile) -> str:
 def judge_all(
     profile: Profile, damages: Mapping[BranchIndex, Damage], limit: float, alone: Mapping[BranchIndex, PerplexityChange]
 ) -> dict[BranchIndex, Verdict]:
-    """The verdict on every block; `alone` are the measured costs of the blocks that were replaced on trial."""
-    profiles = {p.block.index: p for p in profile.branches}
+    """The verdict on every block whose damage is predicted; `alone` are the measured costs of the blocks that were
+    replaced on trial."""
+    profiles = {p.block.index: p for p in profile.branches if p.block.index in damages}
     return {index: judge(p, damages[index], limit, alone.get(index)) for index, p in profiles.items()}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from compressor.models.blocks import BranchIndex, find_blocks, find_branches
+from compressor.models.blocks import AttentionOf, BranchIndex, find_branches
 from compressor.models.source import identify, source_of
 from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import Replacements, identify_patched, patched
@@ -20,7 +20,7 @@ from compressor.plan.api import fit_shapes
 from compressor.plan.shapes import Shape
 from compressor.plan.verify import refuse_over_budget
 from compressor.report.record import Record, describe_tool, list_mistakes
-from compressor.report.record_parts import Block, Budget, Parameters, Replacement
+from compressor.report.record_parts import Attention, Block, Budget, Parameters, Replacement
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import BudgetError, InputError
 from compressor.runtime.safe_files import parse_json, read_named
@@ -60,15 +60,21 @@ def run(recipe: Recipe, plan_file: Path, context: RunContext) -> Record:
         refuse_over_budget(evaluator, source, compressed, shapes)
         refuse_short(job.recipe, plan_file, job.model, fits)
 
-        sizes = {block.index: block.parameters for block in find_blocks(job.model)}
-        known = [block for block in plan.blocks if block.index in sizes]
+        sizes = {block.index: block.parameters for block in find_branches(job.model)}
+        branches = branches_of(plan)
+        known = {
+            index: branch.model_copy(update={"params_before": sizes[index]})
+            for index, branch in branches
+            if index in sizes
+        }
         record = plan.with_parts(
             **describe_tool(),
             source=describe_source(job.model),
             text=describe_text(job.text),
             recipe=job.recipe.settings(),
             parameters=Parameters(before=count_parameters(job.model)),
-            blocks=[block.model_copy(update={"params_before": sizes[block.index]}) for block in known],
+            blocks=[branch for index, branch in known.items() if not isinstance(index, AttentionOf)],
+            attention=[branch for index, branch in known.items() if isinstance(index, AttentionOf)],
         )
         return finish(job, evaluator, fits, source, compressed, put_replacements(record, fits), out)
 
@@ -108,20 +114,30 @@ def why_nothing_to_apply(plan: PlanRecord) -> str:
 
 def shapes_of(plan: PlanRecord) -> dict[BranchIndex, Shape]:
     """What stands in every block that the plan replaces."""
-    indices = [block.index for block in plan.blocks]
+    branches = branches_of(plan)
+    indices = [index for index, _ in branches]
     twice = next((index for index in indices if indices.count(index) > 1), None)
     if twice is not None:
         raise InputError(f"the plan has block {twice} twice; every block stands in it once")
-    chosen = {block.index: block.replacement for block in plan.blocks if block.replacement.kind != "keep"}
+    chosen = {index: branch.replacement for index, branch in branches if branch.replacement.kind != "keep"}
     return {index: shape_of(index, replacement) for index, replacement in chosen.items()}
 
 
-def shape_of(index: int, replacement: Replacement) -> Shape:
-    shape = Shape(replacement.rank, replacement.neurons or 0)
+def branches_of(plan: PlanRecord) -> list[tuple[BranchIndex, Block | Attention]]:
+    """The FFNs and the attention that the plan lists."""
+    attention = [(AttentionOf(branch.index), branch) for branch in plan.attention]
+    return [*((block.index, block) for block in plan.blocks), *attention]
+
+
+def shape_of(index: BranchIndex, replacement: Replacement) -> Shape:
+    kept, units = replacement.neurons, "neurons"
+    if isinstance(index, AttentionOf):
+        kept, units = replacement.heads, "heads"
+    shape = Shape(replacement.rank, kept or 0)
     if shape.kind != replacement.kind:
         raise InputError(
-            f"the plan's block {index} is {replacement.kind} with rank {shape.rank} and {shape.neurons} neurons, that "
-            f"is {shape.kind}: linear has rank null, lowrank 1 or more, pruned 0 with neurons, hybrid both, bias "
+            f"the plan's block {index} is {replacement.kind} with rank {shape.rank} and {shape.neurons} {units}, that "
+            f"is {shape.kind}: linear has rank null, lowrank 1 or more, pruned 0 with {units}, hybrid both, bias "
             "neither"
         )
     return shape

@@ -30,6 +30,7 @@ from compressor.patch.tree import Replacements
 from compressor.plan.calibration import Calibration
 from compressor.plan.removal import SizeTarget
 from compressor.plan.search import Plan
+from compressor.plan.shapes import describe_shape
 from compressor.report import record_parts as parts
 from compressor.report import search_parts, speed_parts
 from compressor.report.fidelity import Fidelity
@@ -67,14 +68,7 @@ def describe_text(text: Text) -> parts.Texts:
 
 def describe_model(model: Any) -> SavedRecord:
     """The record of a model that was patched through the Python API: what it is, without measurements."""
-    kept = keep_attention(model)
-    attention_paths = {block.path for block in find_attention(model)}
-    blocks, attention = [], []
-    for path, spec in specs(model).items():
-        if path in attention_paths:
-            attention.append(parts.SavedBlock(path=path, replacement=shorten_attention(spec, kept)))
-        else:
-            blocks.append(parts.SavedBlock(path=path, replacement=shorten(spec)))
+    blocks, attention = list_replaced(model)
     return SavedRecord(
         **describe_tool(),
         source=describe_source(model),
@@ -83,6 +77,20 @@ def describe_model(model: Any) -> SavedRecord:
         attention=attention,
         kv_cache=describe_kv_cache(model, None, kv_cache_bytes(model)),
     )
+
+
+def list_replaced(model: Any) -> tuple[list[parts.SavedBlock], list[parts.SavedBlock]]:
+    """The replaced FFNs and the replaced attention of a model."""
+    blocks, attention = [], []
+    found = specs(model)
+    paths = {block.path for block in find_attention(model)} if found else set()
+    for path, spec in found.items():
+        if path in paths:
+            replacement = shorten_attention(spec, keep_attention(model))
+            attention.append(parts.SavedBlock(path=path, replacement=replacement))
+        else:
+            blocks.append(parts.SavedBlock(path=path, replacement=shorten(spec)))
+    return blocks, attention
 
 
 def shorten(spec: Mapping[str, Any]) -> parts.Replacement:
@@ -167,7 +175,7 @@ def describe_calibration(calibration: Calibration) -> search_parts.Agreement:
     points = [
         search_parts.Prediction(
             index=layer_of(point.candidate.index),
-            replacement=str(point.candidate.shape),
+            replacement=describe_shape(point.candidate.index, point.candidate.shape),
             predicted=point.predicted,
             measured=point.measured,
             standard_error=point.error,

@@ -61,7 +61,7 @@ def describe_profile(model: Any, tokenizer: Any, text: Text, profile: Profile, s
             parts.Block(**block_values(p, study, name_rows(p, text, tokenizer)), replacement=KEEP)
             for p in profile.blocks
         ],
-        shape=describe_shape([p.r2_lin for p in profile.blocks]),
+        shape=describe_shape([p.r2_lin for p in profile.blocks]) if profile.blocks else None,
         **attention,
         warnings=describe_doubts(profile),
         **swap,
@@ -285,7 +285,7 @@ def describe_corpora(names: Sequence[str], texts: Sequence[Text], profiles: Sequ
                 for p in profile.blocks
             ],
             attention=[parts.BlockFigures(**figure_values(p)) for p in profile.attention],
-            shape=describe_shape([p.r2_lin for p in profile.blocks]),
+            shape=describe_shape([p.r2_lin for p in profile.blocks]) if profile.blocks else None,
         )
         for name, text, profile in zip(names, texts, profiles, strict=True)
     ]

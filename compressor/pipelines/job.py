@@ -91,6 +91,8 @@ def open_job(recipe: Recipe, context: RunContext, *, with_tasks: bool = True, wi
     model_name = recipe.model
     if model_name is None:
         raise InputError("no model: give a directory, a hub id such as gpt2, or `demo`")
+    if recipe.probe and "ffn" not in recipe.branches_or("all"):
+        raise InputError("--probe is about FFNs, and --branches attention leaves them out; add ffn to --branches")
     tasks, recipe = name_tasks(recipe, context.trust_remote_code) if with_tasks else ([], recipe)
     context.progress.say(f"load {model_name}")
     model, tokenizer = load_model(

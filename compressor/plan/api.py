@@ -64,9 +64,11 @@ def plan(
     fits.
     """
     context = context or RunContext()
-    choices = choices.within({p.block.branch for p in profile.branches})
-    blocks = find_branches(model, choices.searched_branches)
     choices.refuse_unknown(len(find_blocks(model)))
+    choices = choices.within({p.block.branch for p in profile.branches})
+    if not choices.searched_branches:
+        raise InputError("the profile has none of the branches that the choices allow; measure those too")
+    blocks = find_branches(model, choices.searched_branches)
     if max_dppl is None and max_kl is None and remove is None:
         raise InputError("plan needs max_dppl, max_kl or remove, such as max_dppl=1.0, max_kl=0.02 or remove='10%'")
     words = [f"{k}={v}" for k, v in max_dppl.items()] if isinstance(max_dppl, Mapping) else [str(max_dppl)]

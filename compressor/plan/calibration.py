@@ -181,7 +181,7 @@ def typical_candidates(of_block: BlockCandidates, kinds: Collection[str] = KINDS
     half = of_block.units.count / 2 if of_block.units else 0
     if of_block.block.is_attention:
         heads = [c for c in row if form_of(c) == "heads" and c.shape.rank == 0] or [c for c in row if c.shape.neurons]
-        maps = [c for c in row if form_of(c) == "map"]
+        maps = [c for c in row if form_of(c) == "map" and c.saved > 0]
         chosen = [min(heads, key=lambda c: abs(c.shape.neurons - half))] if heads else []
         chosen += [min(maps, key=lambda c: c.damage / c.saved)] if maps else []
         return [c for c in chosen if c.damage <= WORTH_TRYING]

@@ -28,7 +28,7 @@ def find_mild_candidates(of_block: BlockCandidates, runner: TrialRunner, limits:
         return []
     count = of_block.units.count
     least = min(MILD_SHARE * count, count - 1)
-    mild = [c for c in of_block.candidates if c.shape.rank == 0 and c.shape.neurons >= least and c.saved > 0]
+    mild = [c for c in of_block.candidates if c.shape.kind == "pruned" and c.shape.neurons >= least and c.saved > 0]
     mild = sorted((c for c in mild if c.damage <= limits.smallest), key=lambda c: c.saved)
     for tried in [mild[-1], mild[len(mild) // 2 - 1]][: min(len(mild), MOST_MILD_TRIALS)] if mild else []:
         trial = runner.block_trials.measure(tried)

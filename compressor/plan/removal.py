@@ -57,7 +57,10 @@ def smallest_size(block: Block, kinds: Collection[str] = KINDS) -> int:
         "hybrid": Shape(1, 1),
         "bias": Shape(0),
     }
-    sizes = [smallest[kind].parameters(block.width, neuron) for kind in kinds]
+    # A linear map in place of attention may have no bias.
+    unbiased = {"linear", "lowrank"} if block.is_attention else set()
+    bias = {kind: 0 if kind in unbiased else block.width for kind in kinds}
+    sizes = [bias[kind] + smallest[kind].weights(block.width, neuron) for kind in kinds]
     return min([block.parameters, *sizes])
 
 

@@ -43,7 +43,10 @@ def sha256(directory: Path) -> str:
 
 
 def replacements(record: dict[str, Any]) -> list[tuple[str, int | None]]:
-    return [(block["replacement"]["kind"], block["replacement"]["rank"]) for block in record["blocks"]]
+    return [
+        (block["replacement"]["kind"], block["replacement"]["rank"])
+        for block in (*record["blocks"], *record["attention"])
+    ]
 
 
 def read_record(directory: Path) -> dict[str, Any]:
@@ -139,7 +142,8 @@ def test_record_agrees_with_itself_and_the_weights(compressed: Path, models: Pat
     assert perplexity["delta"] == pytest.approx(perplexity["compressed"] - perplexity["baseline"])
     assert low < perplexity["delta"] < high <= record["budget"]["max_dppl"]
     assert record["budget"]["max_dppl"] == pytest.approx(0.002 * perplexity["baseline"])
-    saved = sum(block["params_before"] - block["params_after"] for block in record["blocks"])
+    branches = [*record["blocks"], *record["attention"]]
+    saved = sum(block["params_before"] - block["params_after"] for block in branches)
     assert parameters["removed"] == parameters["before"] - parameters["after"] == saved > 0
     assert parameters["removed_fraction"] == pytest.approx(saved / parameters["before"])
     before, after = (load_file(directory / WEIGHTS) for directory in (models / "gpt2", compressed))

@@ -256,7 +256,7 @@ def test_unusable_value(whole: Refused, option: str, value: str, says: str) -> N
         ("--blocks", "3", "--blocks 3: the model has blocks 0 to 2"),
         ("--blocks", "0-99", "--blocks 0-99: the model has blocks 0 to 2"),
         ("--skip", "1,7", "--skip 7: the model has blocks 0 to 2"),
-        ("--skip", "0-2", "--blocks and --skip leave no block to replace; the model has blocks 0 to 2"),
+        ("--skip", "0-2,0-2.attention", "--blocks and --skip leave no block to replace; the model has blocks 0 to 2"),
         ("--blocks", "2-1", "--blocks 2-1 is a range that ends before it begins; try --blocks 1-2"),
         ("--blocks", "-1", "--blocks takes numbers of blocks and ranges, got '-1'; try --blocks 0-3,7"),
         ("--blocks", "", "--blocks takes numbers of blocks and ranges, got ''"),
@@ -467,6 +467,8 @@ def test_plan_replaces_nothing(apply: Refused, sound_plan: dict[str, Any]) -> No
     plan = sound_plan
     for index in range(3):
         plan = with_replacement(plan, index, kind="keep", rank=None)
+    for attention in plan["attention"]:
+        attention["replacement"] |= {"kind": "keep", "rank": None, "heads": None}
     assert "replaces no block" in apply(plan)
 
 

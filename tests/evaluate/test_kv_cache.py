@@ -10,7 +10,7 @@ from zoo import FAMILIES, compressed, tiny_model
 
 from compressor.evaluate.kv_cache import kv_cache_bytes
 from compressor.modeling_compressor import Replacement
-from compressor.models.blocks import AttentionOf, find_attention
+from compressor.models.blocks import ATTENTION_RETURNS, AttentionOf, find_attention
 from compressor.models.heads import find_heads, record_attention
 from compressor.patch.tree import patch
 
@@ -34,7 +34,7 @@ def test_what_is_cached_follows_the_kept_heads(family: str) -> None:
         modules[AttentionOf(1)] = heads[1].keep(torch.tensor([heads[1].count - 1]))
         of_layer[1] = size
     modules[AttentionOf(2)] = Replacement(
-        blocks[2].width, None, blocks[2].residual_inside, returns=calls[2].returns, biased=False
+        blocks[2].width, None, blocks[2].residual_inside, returns=ATTENTION_RETURNS, biased=False
     )
     of_layer[2] = 0
     patch(model, blocks, modules)

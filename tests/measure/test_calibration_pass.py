@@ -41,7 +41,7 @@ def test_one_pass_gives_what_two_give(family: str) -> None:
     candidates = store.candidates()
     together = open_store(model, text, RunContext())
     profile = measure(model, text, beside=[together.collector()], states=together.states)
-    for one, other in zip(apart.blocks, profile.blocks, strict=True):
+    for one, other in zip(apart.branches, profile.branches, strict=True):
         assert one.r2_lin == other.r2_lin
         assert torch.equal(one.linear.weight, other.linear.weight)
     for index, of_block in together.candidates().items():
@@ -53,7 +53,7 @@ def test_the_text_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, text = tiny_model("llama"), random_text()
     store = open_store(model, text, RunContext())
     collector = store.collector()
-    store.ensure_gradients(store.blocks)
+    store.ensure_gradients(list(store.blocks.values()))
     monkeypatch.setattr(store, "ensure_gradients", lambda _: None)
     seen, handles = count_rows(model)
     measure(model, text, beside=[collector], states=store.states)

@@ -11,20 +11,20 @@ from zoo import REPRESENTATIVE, WIDTH, tiny_model
 from compressor.measure.gradients import predict_damages
 from compressor.measure.profile import ROWS_PER_FEATURE, BlockProfile, calibration_window, measure, row_weights
 from compressor.measure.study import StudyOptions, study
-from compressor.models.blocks import Block, Rows, backbone, capture_rows, find_blocks
+from compressor.models.blocks import Block, BranchIndex, Rows, backbone, capture_rows, find_blocks, find_branches
 from compressor.models.neurons import find_neurons
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.text import batches
 
 
-def raw_rows(model: torch.nn.Module, windows: Tensor) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-    found: dict[int, list[tuple[Tensor, ...]]] = {}
+def raw_rows(model: torch.nn.Module, windows: Tensor) -> dict[BranchIndex, tuple[Tensor, Tensor, Tensor]]:
+    found: dict[BranchIndex, list[tuple[Tensor, ...]]] = {}
 
     def keep(block: Block, rows: Rows) -> None:
         found.setdefault(block.index, []).append((rows.x.double(), rows.y.double(), rows.h.double()))
 
-    with torch.no_grad(), capture_rows(model, find_blocks(model), keep):
+    with torch.no_grad(), capture_rows(model, find_branches(model), keep):
         for batch in batches(windows, 7):
             backbone(model)(input_ids=batch, use_cache=False)
     return {index: tuple(torch.cat(c) for c in zip(*parts, strict=True)) for index, parts in found.items()}  # type: ignore[misc]
@@ -51,7 +51,8 @@ def test_r2_agrees_with_lstsq_on_the_raw_rows(family: str) -> None:
     model, text = tiny_model(family), random_text()
     profile = measure(model, text, RunContext(batch_size=5))
     fit, held = raw_rows(model, text.fitting), raw_rows(model, text.held_out)
-    for block in profile.blocks:
+    assert len(profile.branches) == 6
+    for block in profile.branches:
         index = block.block.index
         assert block.r2_lin == pytest.approx(reference(fit[index], held[index], False), abs=1e-6)
         assert block.r2_stream == pytest.approx(reference(fit[index], held[index], True), abs=1e-6)

@@ -13,7 +13,7 @@ from compressor.evaluate.perplexity import compare, evaluate
 from compressor.measure.profile import measure
 from compressor.measure.swap import SingleBlockTrials, Sweeper, linear_module, spread_windows
 from compressor.modeling_compressor import Replacement
-from compressor.models.blocks import find_blocks
+from compressor.models.blocks import find_blocks, find_branches
 from compressor.patch.tree import patched
 from compressor.runtime.cache import Cache
 from compressor.runtime.context import RunContext
@@ -27,8 +27,9 @@ def test_the_shortcut_equals_a_whole_evaluation_with_the_block_replaced(family: 
     found, seconds, whole = Sweeper(model, profile, text, 200, RunContext(batch_size=4)).alone()
     windows = spread_windows(text, 200)[0].windows
     before = evaluate(model, windows)
-    for p in profile.blocks:
-        with patched(model, find_blocks(model), {p.block.index: linear_module(model, p)}):
+    assert len(profile.branches) == 6
+    for p in profile.branches:
+        with patched(model, find_branches(model), {p.block.index: linear_module(model, p)}):
             expected = compare(before, evaluate(model, windows))
         got = found[p.block.index]
         assert got.compressed == pytest.approx(expected.compressed, rel=1e-4)
@@ -57,7 +58,7 @@ def test_a_linear_block_changes_nothing_and_a_wild_one_does() -> None:
 
 def test_a_block_costs_only_the_layers_behind_it() -> None:
     model, text = tiny_model("llama"), random_text()
-    profile = measure(model, text)
+    profile = measure(model, text, branches=("ffn",))
     sweeper = Sweeper(model, profile, text, 256, RunContext())  # one batch of 8 windows
     rows: list[int] = []
     for layer in model.model.layers:  # a layer that is skipped does not run its attention

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planted import LinearFFN, WildFFN, planted_model, random_text
+from planted import FFNS, LinearFFN, WildFFN, planted_model, random_text
 from torch import nn
 from zoo import FAMILIES, WIDTH, logits, tiny_model
 
@@ -94,8 +94,8 @@ def test_short_memory_keeps_no_neurons_and_says_so(
         available = int(5 * 8 * (2 * WIDTH) ** 2 / 0.8) + 8
 
     monkeypatch.setattr("psutil.virtual_memory", Memory)
-    store = open_store(tiny_model("gpt2"), random_text(), RunContext(progress=Progress(visible=True)))
-    assert set(store.neurons.values()) == {None}
+    store = open_store(tiny_model("gpt2"), random_text(), RunContext(progress=Progress(visible=True)), FFNS)
+    assert set(store.units.values()) == {None}
     assert "memory is short" in capsys.readouterr().err
 
 

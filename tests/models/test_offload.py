@@ -18,6 +18,8 @@ from zoo import (
     REPRESENTATIVE,
     SHAPES,
     Shape,
+    attention_shapes,
+    find_branches,
     logits,
     random_replacement,
     save_tiny,
@@ -30,7 +32,7 @@ from zoo import (
 from compressor.evaluate.perplexity import evaluate
 from compressor.measure.profile import measure
 from compressor.measure.swap import Sweeper
-from compressor.models.blocks import find_blocks
+from compressor.models.blocks import AttentionOf, BranchIndex, find_blocks
 from compressor.models.load import choose_device_map, load_model
 from compressor.models.safetensors_files import write_shard
 from compressor.patch.checkpoint import count_parameters, write_checkpoint
@@ -63,14 +65,16 @@ def stages(model: Any, text: Text) -> tuple[list[float], list[torch.Tensor]]:
     store = open_store(model, text, RunContext())
     candidates = store.candidates()
     fitter = Fitter(store, candidates)
-    shapes = {0: Shape(None, 4), 1: Shape(3, 5)}
+    units = store.units[AttentionOf(1)]
+    heads = Shape(0, 1) if units and units.count > 1 else Shape(4)
+    shapes: dict[BranchIndex, Shape] = {0: Shape(None, 4), AttentionOf(1): heads, 1: Shape(3, 5)}
     fits = [fitter.fit_at_once(shapes), fitter.fit_in_order(shapes)]
     calibration = calibrate(BlockTrials(store, fitter), candidates)[0]["text"]
     sweeper = Sweeper(model, profile, text, 256, RunContext())
-    alone = torch.cat([sweeper.swap(p)["nats"] for p in profile.blocks])
-    with patched(model, store.blocks, fits[1]):
+    alone = torch.cat([sweeper.swap(p)["nats"] for p in profile.branches])
+    with patched(model, store.blocks.values(), fits[1]):
         nats = evaluate(model, text.selection.windows).nats
-    numbers = [p.r2_lin for p in profile.blocks] + [p.measured for p in calibration.points]
+    numbers = [p.r2_lin for p in profile.branches] + [p.measured for p in calibration.points]
     weights = [t for some in fits for module in some.values() for t in module.parameters()]
     return numbers, [nats, alone, logits(model), *weights]
 
@@ -146,8 +150,9 @@ def test_what_is_written_is_the_same_file_for_file(family: str, shard: str, tmp_
     places = []
     for low_memory in (False, True):
         model, tokenizer = load_model(str(source), low_memory=low_memory)
-        blocks = find_blocks(model)
-        patch(model, blocks, {i: random_replacement(blocks[i], shape, model) for i, shape in SHAPES.items()})
+        blocks, shapes = find_branches(model), SHAPES | attention_shapes(family)
+        fits = {index: random_replacement(blocks[index], shape, model) for index, shape in shapes.items()}
+        patch(model, list(blocks.values()), fits)
         places.append(tmp_path / f"out-{low_memory}")
         places[-1].mkdir()
         write_checkpoint(model, tokenizer, places[-1], dtype=torch.float16, max_shard_size=shard)

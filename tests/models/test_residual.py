@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from conftest import Compress
-from planted import random_text
+from planted import FFNS, random_text
 from zoo import COUPLED, FAMILIES, UNUSUAL, tiny_model, tiny_tokenizer, tokens
 
 from compressor.measure.profile import measure
@@ -217,8 +217,8 @@ def test_a_pass_that_was_killed_goes_on_at_the_layer_where_it_was_kept(
 
     def do(cache: Cache) -> list[torch.Tensor]:
         if work == "measure":
-            return [p.linear.weight for p in measure(model, text, RunContext(cache=cache)).blocks]
-        store = open_store(model, text, RunContext(cache=cache))
+            return [p.linear.weight for p in measure(model, text, RunContext(cache=cache), branches=("ffn",)).blocks]
+        store = open_store(model, text, RunContext(cache=cache), FFNS)
         store.candidates()
         return [store.moments(block.index).xx for block in blocks]
 
@@ -242,7 +242,7 @@ def test_gradients_that_another_run_dropped_are_found_again(tmp_path: Path) -> N
     cache = Cache(tmp_path, Progress())
     first = open_store(model, text, RunContext(cache=Cache(None, Progress()))).candidates()
     store = open_store(model, text, RunContext(cache=cache))
-    store.ensure_gradients(store.blocks)
+    store.ensure_gradients(list(store.blocks.values()))
     cache.drop(store.key("gradients", store.blocks[1]))
     again = store.candidates()
     assert all(torch.equal(first[i].metric, again[i].metric) for i in first)

@@ -63,7 +63,7 @@ def test_a_block_becomes_an_eighth_of_itself_without_neurons(
 ) -> None:
     """A full linear map is 7.97 times as small, for its bias, so that a low rank must be chosen."""
     out = tmp_path / "demo-lin"
-    asked = ["--kinds", "linear,lowrank", "--max-dppl", "1.0", "--objective", objective]
+    asked = ["--kinds", "linear,lowrank", "--branches", "ffn", "--max-dppl", "1.0", "--objective", objective]
     done = compress("demo", *asked, "--out", out, *LESS, "--no-swap")
     assert done.code == 0, done.err
     record = json.loads((out / "compression.json").read_text())

@@ -46,7 +46,7 @@ def replacements(model: Any) -> dict[Any, Any]:
     calls = record_attention(model, attention)
     heads = find_heads(model, attention[1], calls[1])
     assert heads is not None
-    whole = Replacement(attention[2].width, None, returns=calls[2].returns, biased=heads.biased)
+    whole = Replacement(attention[2].width, None, returns=2, biased=heads.biased)
     return {
         1: random_replacement(ffns[1], Shape(None)),
         AttentionOf(1): heads.keep(torch.tensor([heads.count - 1]), rank=3),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Compress
-from planted import random_text
+from planted import FFNS, random_text
 from torch.nn import functional
 from zoo import FAMILIES, REPRESENTATIVE, logits, tiny_model, tokens
 
@@ -72,7 +72,7 @@ def test_what_is_planted_is_found_and_nothing_else_is_touched() -> None:
     """With a budget of next to nothing only loss-free replacements happen, and all of them."""
     model = planted_gpt2()
     before = evaluate(model, TEXT.verification.windows).perplexity
-    space = prepare_search(model, TEXT, RunContext())
+    space = prepare_search(model, TEXT, RunContext(), FFNS)
     planner = make_planner(space, measure(model, TEXT), {"text": Budget.parse("0.01%")}, objective="size")
     plan = planner.search()
     assert plan.shapes == {0: Shape(0, 12), 1: Shape(5, 7)}
@@ -92,7 +92,7 @@ def test_a_smaller_but_slower_shape_is_not_chosen_for_speed(monkeypatch: pytest.
 
     monkeypatch.setattr("compressor.plan.trials.is_slower", is_slower)
     model = planted_gpt2()
-    space, profile = prepare_search(model, TEXT, RunContext()), measure(model, TEXT)
+    space, profile = prepare_search(model, TEXT, RunContext(), FFNS), measure(model, TEXT)
     budgets = {"text": Budget.parse("0.01%")}
     plan = make_planner(space, profile, budgets, objective="speed").search()
     assert "hybrid" in asked
@@ -107,10 +107,12 @@ def test_the_clock_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr("compressor.plan.trials.is_slower", lambda *_: True)
     model, kept = planted_gpt2(), RunContext(cache=Cache(tmp_path / "cache", Progress()))
     profile, budgets = measure(model, TEXT), {"text": Budget.parse("0.01%")}
-    first = make_planner(prepare_search(model, TEXT, kept), profile, budgets).search()
+    first = make_planner(prepare_search(model, TEXT, kept, FFNS), profile, budgets).search()
     monkeypatch.setattr("compressor.plan.trials.is_slower", lambda *_: False)
-    assert make_planner(prepare_search(model, TEXT, kept), profile, budgets).search().shapes == first.shapes
-    assert make_planner(prepare_search(model, TEXT, RunContext()), profile, budgets).search().shapes != first.shapes
+    assert make_planner(prepare_search(model, TEXT, kept, FFNS), profile, budgets).search().shapes == first.shapes
+    assert (
+        make_planner(prepare_search(model, TEXT, RunContext(), FFNS), profile, budgets).search().shapes != first.shapes
+    )
 
 
 def test_slower_is_measured() -> None:
@@ -206,7 +208,9 @@ def test_blocks_that_cannot_compensate_are_named(
 ) -> None:
     model = tiny_model(family)
     for _ in range(2):  # the second time the fits come from disk
-        store = open_store(model, TEXT, RunContext(cache=Cache(tmp_path, Progress()), progress=Progress(sys.stderr)))
+        store = open_store(
+            model, TEXT, RunContext(cache=Cache(tmp_path, Progress()), progress=Progress(sys.stderr)), FFNS
+        )
         fitter = Fitter(store, store.candidates())
         fitter.fit_in_order({0: Shape(0), 2: Shape(0, 20)})
         fitter.fit_in_order({0: Shape(0), 2: Shape(0, 20)})
@@ -218,7 +222,7 @@ def test_blocks_that_cannot_compensate_are_named(
 @pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_blocks_are_fitted_in_order_in_every_kind_of_family(family: str) -> None:
     model = tiny_model(family)
-    statistics = open_store(model, TEXT, RunContext())
+    statistics = open_store(model, TEXT, RunContext(), FFNS)
     fits = Fitter(statistics, statistics.candidates()).fit_in_order({0: Shape(0), 1: Shape(0, 20)})
     assert [fits[i].kind for i in fits] == ["bias", "pruned"]
     assert all(p.isfinite().all() for module in fits.values() for p in module.parameters())
@@ -336,5 +340,6 @@ def test_what_verification_leaves_over_is_spent(compressed: Path) -> None:
     record = json.loads((compressed / "compression.json").read_text())
     used = record["perplexity"]["delta_upper"] / record["budget"]["max_dppl"]
     assert used <= 1
-    everything = all(block["replacement"]["kind"] == "bias" for block in record["blocks"])
+    branches = [*record["blocks"], *record["attention"][1:]]  # the first attention keeps a head
+    everything = all(block["replacement"]["kind"] == "bias" for block in branches)
     assert used >= 0.8 or record["verification_looks"] >= 2 or everything

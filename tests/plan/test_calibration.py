@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Compress
-from planted import SEQ_LEN, LinearFFN, WildFFN, planted_model, random_text
+from planted import FFNS, SEQ_LEN, LinearFFN, WildFFN, planted_model, random_text
 from torch import nn
 from zoo import VOCAB, WIDTH, tiny_model
 
@@ -162,10 +162,10 @@ def prose_and_code() -> tuple[Any, Text]:
 def test_agreement_and_sweep_see_every_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_trials, "TRIAL_TOKENS", 4 * SEQ_LEN)
     model, text = prose_and_code()
-    space = prepare_search(model, text, RunContext())
+    space = prepare_search(model, text, RunContext(), FFNS)
     prose, code = (space.calibrations[name].points[1] for name in ("prose", "code"))
     assert code.measured > 10 * abs(prose.measured)
-    profile = measure(model, text)
+    profile = measure(model, text, branches=("ffn",))
     options = StudyOptions(swap=True, swap_tokens=4 * SEQ_LEN)
     damages = {index: Damage(linear=damage.linear, factorised=0.0) for index, damage in space.damages.items()}
     strict = study(model, profile, damages, text, options, RunContext(), {"prose": 1.0, "code": 0.05})
@@ -179,7 +179,7 @@ def test_agreement_and_sweep_see_every_text(monkeypatch: pytest.MonkeyPatch) -> 
 def test_one_selection_window_is_enough_for_a_plan() -> None:
     text = random_text(selection=1)
     model = planted_model(WildFFN(), LinearFFN(rank=5), WildFFN(seed=5))
-    space = prepare_search(model, text, RunContext())
+    space = prepare_search(model, text, RunContext(), FFNS)
     assert all(math.isinf(p.error) for p in space.calibrations["text"].points)
     planner = make_planner(space, measure(model, text), {"text": Budget.parse("0.5%", confidence=0)})
     damages = [c.damage for row in planner.candidates.values() for c in row]
@@ -210,7 +210,7 @@ def test_a_block_planted_too_cheap_does_not_starve_the_plan(monkeypatch: pytest.
     profile, budgets = measure(model, text), {"text": Budget.parse("20%", confidence=0)}
 
     def saved() -> int:
-        planner = make_planner(prepare_search(model, text, RunContext()), profile, budgets, objective="size")
+        planner = make_planner(prepare_search(model, text, RunContext(), FFNS), profile, budgets, objective="size")
         return sum(planner.space.candidates[i].saved(shape) for i, shape in planner.search().shapes.items())
 
     honest, find_candidates = saved(), MomentsStore.candidates

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Compress
-from planted import LinearFFN, WildFFN, planted_model, random_text
+from planted import FFNS, LinearFFN, WildFFN, planted_model, random_text
 from simulated import SimulatedRunner, draw_costs, limits_of, planner_of
 from torch import Tensor, nn
 from zoo import tiny_model
@@ -22,7 +22,7 @@ from compressor.evaluate.budget import Budget
 from compressor.measure.profile import Profile, measure
 from compressor.measure.verdicts import Verdict
 from compressor.plan.api import make_planner
-from compressor.plan.calibration import typical_candidate
+from compressor.plan.calibration import typical_candidates
 from compressor.plan.choices import ANYTHING, BlockRange, Choices, Signal, resolve_choices
 from compressor.plan.frontier import Candidate, grow_plans, weigh_blocks
 from compressor.plan.search import Planner, prepare_search
@@ -47,8 +47,9 @@ def test_every_shape_is_of_a_known_kind() -> None:
         (None, None, None),
         (["0-3", "5"], None, {0, 1, 2, 3, 5}),
         (["2", "2", "1-2"], None, {1, 2}),
-        (["0-6"], None, None),
-        (None, ["6"], {0, 1, 2, 3, 4, 5}),
+        (["0-6"], None, set(range(7))),
+        (["0-6", "0-6.attention"], None, None),
+        (None, ["6", "0-6.attention"], {0, 1, 2, 3, 4, 5}),
         (["0-3"], ["2-5"], {0, 1}),
         (["1"], ["6"], {1}),
         (["003"], None, {3}),
@@ -81,7 +82,7 @@ def test_what_the_model_does_not_have() -> None:
         resolve_choices(1, only=["999999999"])
     with pytest.raises(InputError, match=r"--kinds cubic is not known; use linear, lowrank, pruned, hybrid, bias"):
         resolve_choices(7, kinds=["linear", "cubic"])
-    for only, skip in ((["1"], ["0-3"]), (None, ["0-6"])):
+    for only, skip in ((["1"], ["0-3"]), (None, ["0-6", "0-6.attention"])):
         with pytest.raises(InputError, match="leave no block to replace; the model has blocks 0 to 6"):
             resolve_choices(7, only=only, skip=skip)
 
@@ -125,10 +126,10 @@ def talking() -> tuple[Any, Profile]:
 @pytest.mark.parametrize(
     "choices",
     [
-        Choices(kinds=("linear",)),
+        replace(FFNS, kinds=("linear",)),
         Choices(kinds=("lowrank",), blocks=(0, 2)),
-        Choices(kinds=("hybrid",), rank_by="stream"),
-        Choices(kinds=("bias",)),
+        replace(FFNS, kinds=("hybrid",), rank_by="stream"),
+        replace(FFNS, kinds=("bias",)),
         Choices(kinds=("pruned", "linear"), blocks=(1,)),
         Choices(blocks=(1, 2), rank_by="r2"),
     ],
@@ -172,7 +173,9 @@ def test_single_blocks_that_are_tried_at_last_are_allowed_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "choices", [Choices(kinds=("linear", "hybrid")), Choices(blocks=(1,)), Choices(rank_by="r2")], ids=str
+    "choices",
+    [replace(FFNS, kinds=("linear", "hybrid")), Choices(blocks=(1,)), replace(FFNS, rank_by="r2")],
+    ids=str,
 )
 def test_mild_forms_of_unsafe_blocks_are_not_tried_where_they_are_not_allowed(
     talking: tuple[Any, Profile], choices: Choices
@@ -191,17 +194,14 @@ def test_mild_forms_of_unsafe_blocks_are_not_tried_where_they_are_not_allowed(
 def test_the_trial_of_a_block_is_of_an_allowed_kind(talking: tuple[Any, Profile]) -> None:
     of_block = prepare_search(talking[0], TEXT, RunContext()).candidates[1]
     for kind in KINDS:
-        tried = typical_candidate(of_block, {kind})
-        assert tried is not None
+        (tried,) = typical_candidates(of_block, {kind})
         assert tried.shape.kind == kind
     ranks = sorted(c.shape.rank or 0 for c in of_block.candidates if c.shape.kind == "lowrank")
-    middle = typical_candidate(of_block, {"lowrank", "bias"})
-    assert middle is not None
+    (middle,) = typical_candidates(of_block, {"lowrank", "bias"})
     assert ranks[0] < (middle.shape.rank or 0) < ranks[-1]
-    usual = typical_candidate(of_block)
-    assert usual is not None
+    (usual,) = typical_candidates(of_block)
     assert usual.shape.kind == "pruned"
-    assert typical_candidate(replace(of_block, candidates=[]), {"linear"}) is None
+    assert typical_candidates(replace(of_block, candidates=[]), {"linear"}) == []
 
 
 # The order of the blocks
@@ -230,7 +230,7 @@ def mixed_model() -> Any:
 def test_blocks_go_in_the_order_of_the_signal(rank_by: Signal, order: list[int]) -> None:
     model = mixed_model()
     profile = measure(model, TEXT)
-    space = prepare_search(model, TEXT, RunContext(), Choices(kinds=("linear",), rank_by=rank_by))
+    space = prepare_search(model, TEXT, RunContext(), replace(FFNS, kinds=("linear",), rank_by=rank_by))
     budgets = {"text": Budget.parse("1000%", confidence=0)}
     planner = make_planner(space, profile, budgets, objective="size")
     planner = Planner(space, planner.limits, dict.fromkeys(range(3), Verdict("safe", "")), profile=profile)
@@ -248,7 +248,7 @@ def test_a_search_by_another_signal_stops_on_its_own_order() -> None:
     """Nothing is enlarged by damage: what is chosen is one of the growing plans."""
     model = mixed_model()
     profile = measure(model, TEXT)
-    space = prepare_search(model, TEXT, RunContext(), Choices(rank_by="r2"))
+    space = prepare_search(model, TEXT, RunContext(), replace(FFNS, rank_by="r2"))
     planner = make_planner(space, profile, {"text": Budget.parse("3%", confidence=0)}, objective="size")
     plan = planner.search()
     assert plan.shapes in [shapes for shapes, _ in planner.growing_plans()]
@@ -260,7 +260,7 @@ def test_single_blocks_too_are_tried_in_the_order_of_the_signal() -> None:
     planner = planner_of(SimulatedRunner(dict.fromkeys(damages, 10.0)), damages, limits_of("0.1"))
     space = replace(planner.space, choices=Choices(rank_by="r2"))
     blocks = [SimpleNamespace(block=SimpleNamespace(index=k), r2_lin=r2) for k, r2 in enumerate((0.9, 0.2, 0.5))]
-    profile: Any = SimpleNamespace(blocks=blocks)
+    profile: Any = SimpleNamespace(branches=blocks)
     planner = Planner(space, planner.limits, planner.verdicts, objective="size", profile=profile)
     with pytest.raises(BudgetError):
         planner.search()
@@ -271,7 +271,7 @@ def test_an_unsafe_block_stays_whatever_its_r2() -> None:
     model = planted_model(WildFFN(outliers=300.0), LinearFFN(), WildFFN(), mark_first_position=True)
     profile = measure(model, TEXT)
     assert profile.blocks[0].r2_lin > 0.9
-    space = prepare_search(model, TEXT, RunContext(), Choices(kinds=("linear",), rank_by="r2"))
+    space = prepare_search(model, TEXT, RunContext(), replace(FFNS, kinds=("linear",), rank_by="r2"))
     planner = make_planner(space, profile, {"text": Budget.parse("20%")})
     assert planner.verdicts[0].word == "unsafe"
     assert all(0 not in shapes for shapes, _ in planner.growing_plans())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from planted import SEQ_LEN
+from planted import FFNS, SEQ_LEN
 from torch import Tensor
 from zoo import tiny_model
 
@@ -70,7 +70,7 @@ def job() -> tuple[Any, Text, SearchSpace, Any]:
     windows = written_by(model, 640)
     splits = (Split(part, "its own") for part in windows.split([256, 128, 256]))
     text = Text(*splits)
-    return model, text, prepare_search(model, text, CONTEXT), measure(model, text, CONTEXT)
+    return model, text, prepare_search(model, text, CONTEXT, FFNS), measure(model, text, CONTEXT)
 
 
 def planner_of(job: tuple[Any, Text, SearchSpace, Any]) -> Planner:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from planted import LinearFFN, WildFFN, planted_model, random_text
+from planted import FFNS, LinearFFN, WildFFN, planted_model, random_text
 from simulated import SimulatedRunner, draw_costs, limits_of, planner_of
 from zoo import tiny_model
 
@@ -16,7 +16,7 @@ import compressor
 from compressor.evaluate.budget import Budget, Removal, compute_limits, parse_budgets
 from compressor.evaluate.evaluator import Evaluator
 from compressor.measure.profile import measure
-from compressor.models.blocks import find_blocks
+from compressor.models.blocks import find_blocks, find_branches
 from compressor.models.source import identify
 from compressor.patch.checkpoint import count_parameters
 from compressor.plan.api import make_planner
@@ -100,7 +100,7 @@ def test_a_fraction_is_told_to_be_a_percentage() -> None:
 def test_what_is_free_is_chosen_and_costs_nothing() -> None:
     model = planted_model(WildFFN(), LinearFFN(rank=5), WildFFN(seed=5))
     free = find_blocks(model)[1].parameters - Shape(6).parameters(32, 0)
-    plan = compressor.plan(model, measure(model, TEXT), TEXT, remove=free, objective="size")
+    plan = compressor.plan(model, measure(model, TEXT), TEXT, remove=free, objective="size", choices=FFNS)
     assert list(plan.shapes) == [1]
     assert plan.shapes[1] == Shape(6)  # the smallest form that holds a map of rank 5
     assert plan.selection["text"].delta == pytest.approx(0, abs=1e-3 * plan.selection["text"].baseline)
@@ -113,7 +113,7 @@ def test_all_that_is_free_is_chosen_before_anything_that_costs() -> None:
     model = planted_model(LinearFFN(rank=4, seed=3), WildFFN(), LinearFFN(rank=5))
     blocks = find_blocks(model)
     free = sum(blocks[index].parameters - Shape(6).parameters(32, 0) for index in (0, 2))
-    plan = compressor.plan(model, measure(model, TEXT), TEXT, remove=str(free), objective="size")
+    plan = compressor.plan(model, measure(model, TEXT), TEXT, remove=str(free), objective="size", choices=FFNS)
     assert sorted(plan.shapes) == [0, 2]
     assert plan.selection["text"].delta == pytest.approx(0, abs=1e-3 * plan.selection["text"].baseline)
 
@@ -128,7 +128,7 @@ def test_at_least_as_much_goes_as_was_asked(family: str) -> None:
         target = target_of(asked, model)
         plan = search_size(planner, target)
         modules = sum(count_parameters(module) for module in plan.fits.values())
-        blocks = find_blocks(model)
+        blocks = {block.index: block for block in find_branches(model)}
         assert sum(blocks[index].parameters for index in plan.shapes) - modules == planner.count_saved(plan) >= asked
     with pytest.raises(BudgetError, match=rf"at most {most:,} parameters .* can: .*; nothing written"):
         search_size(planner, target_of(most + 1, model))
@@ -152,7 +152,7 @@ def test_the_bound_is_arithmetic() -> None:
 
 def test_an_unsafe_block_is_touched_only_for_its_mild_forms_and_the_error_names_it() -> None:
     model = planted_model(WildFFN(outliers=300.0), LinearFFN(), WildFFN(), mark_first_position=True)
-    space = prepare_search(model, TEXT, RunContext())
+    space = prepare_search(model, TEXT, RunContext(), FFNS)
     planner = make_planner(space, measure(model, TEXT), UNLIMITED, objective="size")
     most = sum(planner.blocks[index].parameters - 32 for index in (1, 2))
     assert 0 not in search_size(planner, target_of(most, model)).shapes
@@ -177,7 +177,7 @@ def sure_model() -> Any:
 
 def test_both_budgets_must_hold_and_the_one_that_gives_way_is_named() -> None:
     model = sure_model()
-    profile, space = measure(model, TEXT), prepare_search(model, TEXT, RunContext())
+    profile, space = measure(model, TEXT), prepare_search(model, TEXT, RunContext(), FFNS)
     strict, loose = ({"text": Budget.parse(word)} for word in ("0.001", "90%"))
     target = target_of("12%", model)
     planner = make_planner(space, profile, strict, objective="size")
@@ -191,7 +191,7 @@ def test_both_budgets_must_hold_and_the_one_that_gives_way_is_named() -> None:
     assert "as far as this search knows, --max-dppl 0.001 allows " in message
     assert message.endswith("; nothing written")
     with pytest.raises(BudgetError, match=r"perplexity gave way, .* on the selection text, where"):
-        compressor.plan(model, profile, TEXT, max_dppl=0.001, remove="12%", objective="size")
+        compressor.plan(model, profile, TEXT, max_dppl=0.001, remove="12%", objective="size", choices=FFNS)
     planner = make_planner(space, profile, loose, objective="size")
     evaluator, source = evaluator_of(model, loose, space)
     verified = verify_size(planner, evaluator, source, target)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from planted import LinearFFN, WildFFN, planted_model, random_text
+from planted import FFNS, LinearFFN, WildFFN, planted_model, random_text
 from torch import Tensor, nn
 from zoo import WIDTH, logits, tiny_model
 
@@ -20,7 +20,7 @@ from compressor.measure.moments import Moments
 from compressor.measure.profile import measure, row_weights
 from compressor.measure.verdicts import Verdict
 from compressor.modeling_compressor import Replacement
-from compressor.models.blocks import Block, Rows, backbone, capture_rows, find_blocks
+from compressor.models.blocks import Block, Rows, backbone, capture_rows, find_blocks, find_branches
 from compressor.models.residual import calibration_streams
 from compressor.patch.tree import patched
 from compressor.plan import fit
@@ -95,7 +95,7 @@ def test_a_linear_block_is_replaced_for_nothing_and_the_others_are_left() -> Non
     """With a budget of next to nothing only the loss-free replacement happens."""
     model = planted_model(WildFFN(), LinearFFN(rank=5), WildFFN(seed=5))
     expected = logits(model)
-    plan = compressor.plan(model, measure(model, TEXT), TEXT, max_dppl="0.01%")
+    plan = compressor.plan(model, measure(model, TEXT), TEXT, max_dppl="0.01%", choices=FFNS)
     assert set(plan.shapes) == {1}
     assert plan.shapes[1].neurons == 0
     assert plan.shapes[1].rank is not None
@@ -112,7 +112,7 @@ def test_a_block_that_is_linear_by_its_outlier_rows_is_not_touched() -> None:
     model = planted_model(WildFFN(outliers=300.0), LinearFFN(), WildFFN(), mark_first_position=True)
     profile = measure(model, TEXT)
     assert profile.blocks[0].r2_lin > 0.9
-    planner = make_planner(prepare_search(model, TEXT, RunContext()), profile, {"text": Budget.parse("20%")})
+    planner = make_planner(prepare_search(model, TEXT, RunContext(), FFNS), profile, {"text": Budget.parse("20%")})
     assert planner.verdicts[0].word == "unsafe"
     assert "outlier rows" in planner.verdicts[0].reason
     assert planner.verdicts[1].word == "safe"
@@ -142,7 +142,7 @@ def test_a_block_without_output_is_free() -> None:
         model.transformer.h[1].mlp.c_proj.weight.zero_()
         model.transformer.h[1].mlp.c_proj.bias.zero_()
         model.lm_head.weight.mul_(30)
-    space = prepare_search(model, TEXT, RunContext())
+    space = prepare_search(model, TEXT, RunContext(), FFNS)
     assert min(c.damage for c in space.candidates[1].candidates) <= 1e-12
     profile = measure(model, TEXT)
     planner = make_planner(space, profile, {"text": Budget.parse("0.02%")}, objective="size")
@@ -162,7 +162,7 @@ def test_weights_that_overflow_cost_the_candidate_and_not_the_job(monkeypatch: p
     progress = Progress()
     monkeypatch.setattr(progress, "say", said.append)
     context = RunContext(cache=Cache(None, progress), progress=progress)
-    space = prepare_search(model, TEXT, context)
+    space = prepare_search(model, TEXT, context, FFNS)
     assert (1, Shape(None)) in space.runner.overflowing
     assert [p.index for p in space.calibrations["text"].points] == [0, 2]
     planner = make_planner(space, measure(model, TEXT), {"text": Budget.parse("0.5%")}, objective="size")
@@ -184,7 +184,7 @@ def test_activations_that_overflow_cost_the_candidate_and_not_the_job(monkeypatc
         return evaluate(measured, *rest, **more)
 
     monkeypatch.setattr("compressor.plan.trials.evaluate", overflow)
-    space = prepare_search(model, TEXT, RunContext())
+    space = prepare_search(model, TEXT, RunContext(), FFNS)
     planner = make_planner(space, measure(model, TEXT), {"text": Budget.parse("0.5%")}, objective="size")
     plan = planner.search()
     assert 2 in plan.shapes
@@ -209,7 +209,7 @@ def test_nothing_fits() -> None:
     with torch.no_grad():  # make every block matter
         for block in find_blocks(model):
             model.get_submodule(block.path).c_proj.weight.mul_(20)
-    with pytest.raises(BudgetError, match=r"closest was block \d \(.*\) with ΔPPL [+-]\d"):
+    with pytest.raises(BudgetError, match=r"closest was block \d(\.attention)? \(.*\) with ΔPPL [+-]\d"):
         compressor.plan(model, measure(model, TEXT), TEXT, max_dppl=1e-6)
 
 
@@ -276,7 +276,7 @@ def test_a_limit_of_kl_gives_a_smaller_plan_that_holds() -> None:
     windows = TEXT.verification.windows
     _, reference = measure_source(model, windows, {"kind": "losses"}, context, identity={}, step="source")
     for plan, limit in zip(plans[1:], (0.5, 0.5, 0.05), strict=True):
-        with patched(model, find_blocks(model), plan.fits):
+        with patched(model, find_branches(model), plan.fits):
             _, found = evaluate_against(model, reference, windows, context)
         assert found.kl.mean() <= 1.15 * limit  # other windows of the same kind
 
@@ -292,14 +292,14 @@ def test_without_a_limit_of_kl_no_trial_measures_it() -> None:
 
 
 def test_the_budget_that_is_missed_is_named() -> None:
-    with pytest.raises(BudgetError, match=r"the budget KL 1e-09: closest was block \d \(.*\) with KL \d"):
+    with pytest.raises(BudgetError, match=r"the budget KL 1e-09: closest was block \d(\.attention)? \(.*\) with KL \d"):
         compressor.plan(sure_llama(), measure(sure_llama(), TEXT), TEXT, max_kl=1e-9)
     with pytest.raises(InputError, match="plan needs max_dppl, max_kl or remove"):
         compressor.plan(tiny_model("gpt2"), measure(tiny_model("gpt2"), TEXT), TEXT)
 
 
 def fitter_of(model: Any, text: Text = TEXT, cache: Cache | None = None) -> Fitter:
-    store = open_store(model, text, RunContext(batch_size=7, cache=cache or Cache(None, Progress())))
+    store = open_store(model, text, RunContext(batch_size=7, cache=cache or Cache(None, Progress())), FFNS)
     return Fitter(store, store.candidates())
 
 
@@ -433,7 +433,7 @@ def test_replacements_are_fitted_on_all_rows_once_their_strength_is_chosen(
 ) -> None:
     """The held-out rows choose ridges; after that they are rows like others, and few rows gain by them."""
     model, text = tiny_model("llama"), random_text(20)
-    store = open_store(model, text, RunContext())
+    store = open_store(model, text, RunContext(), FFNS)
     candidates = store.candidates()
     rows = text.calibration.windows.numel()
     assert [store.moments(index).rows for index in candidates] == [rows] * len(candidates)
@@ -452,8 +452,8 @@ def test_replacements_are_fitted_on_all_rows_once_their_strength_is_chosen(
     if compensated:
         return
     block = find_blocks(model)[0]
-    fitting = calibration_streams(model, store.blocks, text, 8)[0]
-    some = collect_moments(model, block, store.neurons[0], fitting, fitter.device)
+    fitting = calibration_streams(model, store.layers, text, 8)[0]
+    some = collect_moments(model, block, store.units[0], fitting, fitter.device)
     assert some.rows == text.fitting.numel()
     chosen, outer, bias, root = fitter.prepare_block(0)
     fitted = fit_shape(some, bias, outer, shape, chosen.orders, root, chosen.ridges)

@@ -132,8 +132,23 @@ CANDIDATES.append(Candidate(0, Shape(None), 60, 1e-6))
 
 def unsafe_block() -> Any:
     return SimpleNamespace(
-        neurons=SimpleNamespace(count=100), candidates=CANDIDATES, saved=lambda shape: 100 - shape.neurons
+        block=SimpleNamespace(is_attention=False),
+        units=SimpleNamespace(count=100),
+        candidates=CANDIDATES,
+        saved=lambda shape: 100 - shape.neurons,
     )
+
+
+def test_without_its_only_unit_a_block_is_not_mild() -> None:
+    """Attention with one key-value head has no mild form: what is left without it is a constant."""
+    alone: Any = SimpleNamespace(
+        block=SimpleNamespace(is_attention=True),
+        units=SimpleNamespace(count=1),
+        candidates=[Candidate(0, Shape(0), 100, 1e-6)],
+    )
+    runner: Any = SimulatedRunner({(0, Shape(0)): 1e-6})
+    assert find_mild_candidates(alone, runner, limits_of("1.0")) == []
+    assert runner.tried_alone == []
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,12 @@ def test_two_processes_of_torchrun_write_what_one_writes(place: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("written to") == 1
     one, two = (json.loads((place / name / "compression.json").read_text()) for name in ("one", "two"))
-    assert [block["replacement"] for block in two["blocks"]] == [block["replacement"] for block in one["blocks"]]
-    for a, b in zip(one["blocks"], two["blocks"], strict=True):
-        assert b["r2_lin"] == pytest.approx(a["r2_lin"], rel=1e-9)
+    assert len(one["attention"]) == 3
+    for branch in ("blocks", "attention"):
+        assert [b["replacement"] for b in two[branch]] == [b["replacement"] for b in one[branch]]
+        for a, b in zip(one[branch], two[branch], strict=True):
+            assert b["r2_lin"] == pytest.approx(a["r2_lin"], rel=1e-9)
+            assert b["r2_stream"] == pytest.approx(a["r2_stream"], rel=1e-9)
     assert two["perplexity"]["compressed"] == pytest.approx(one["perplexity"]["compressed"], rel=1e-6)
     for name in ("kl", "top1_agreement"):
         assert two["fidelity"][name] == pytest.approx(one["fidelity"][name], rel=0.02, abs=2e-3)
@@ -106,13 +109,15 @@ def test_three_processes_of_accelerate_profile_with_probes_and_a_swap(compress: 
     launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "3", "--num_machines", "1"]
     launcher += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     words = [place / "llama", *OPTIONS, "--text", place / "corpus.txt", "--probe", "bilinear", "--swap-tokens", "64"]
-    words += ["--batch-size", "16"]
+    words += ["--batch-size", "16", "--branches", "all"]
     one = compress("profile", *words, "--json", "--cache", place / "cache-profile")
     three = run(launcher, ["profile", *words, "--json"], place / "cache-profiles")
     assert three.returncode == 0, three.stderr[-2000:]
     assert three.stderr.count("3 processes, but a text of 2 batches") == 1
     first, second = json.loads(one.out), json.loads(three.stdout)  # only one of the three spoke
-    for a, b in zip(first["blocks"], second["blocks"], strict=True):
+    assert len(first["attention"]) == 3
+    branches = (record["blocks"] + record["attention"] for record in (first, second))
+    for a, b in zip(*branches, strict=True):
         for name in ("r2_lin", "r2_stream", "r2_median", "effective_rank", "top_row_share"):
             assert b[name] == pytest.approx(a[name], rel=1e-9), name
         assert b["swap"]["delta"] == pytest.approx(a["swap"]["delta"], rel=1e-6)
