@@ -1,4 +1,4 @@
-"""R²_lin from streaming moments against torch.linalg.lstsq on the raw rows in float64, every block.
+"""R²_lin from streaming moments against torch.linalg.lstsq on the raw rows in float64, every FFN and attention.
 
     python benchmarks/exactness.py MODEL --text FILE [--seq-len 256] [--tokens 16384]
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 import compressor
 from compressor.measure.regression import ROUNDING_ULPS
-from compressor.models.blocks import Block, Rows, backbone, capture_rows, find_blocks
+from compressor.models.blocks import Block, BranchIndex, Rows, backbone, capture_rows, find_branches
 from compressor.text import batches
 
 BLOCKS_AT_ONCE = 10  # raw rows of this many blocks are in memory together
@@ -32,8 +32,8 @@ def lstsq_r2(x: Tensor, y: Tensor, held_x: Tensor, held_y: Tensor) -> float:
 
 
 @torch.no_grad()
-def raw_rows(model: torch.nn.Module, blocks: list[Block], windows: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-    found: dict[int, list[tuple[Tensor, Tensor]]] = {block.index: [] for block in blocks}
+def raw_rows(model: torch.nn.Module, blocks: list[Block], windows: Tensor) -> dict[BranchIndex, tuple[Tensor, Tensor]]:
+    found: dict[BranchIndex, list[tuple[Tensor, Tensor]]] = {block.index: [] for block in blocks}
 
     def keep(block: Block, rows: Rows) -> None:
         found[block.index].append((rows.x.clone(), rows.y.clone()))
@@ -54,13 +54,13 @@ def main() -> None:
     model, tokenizer = compressor.load(args.model)
     sizes = {"calib_tokens": args.tokens, "select_tokens": args.seq_len, "verify_tokens": 2 * args.seq_len}
     text = compressor.load_text(args.text, tokenizer, seq_len=args.seq_len, **sizes)
-    profile = compressor.measure(model, text)
-    blocks, worst = find_blocks(model), 0.0
+    profiles = {p.block.index: p for p in compressor.measure(model, text).branches}
+    blocks, worst = find_branches(model), 0.0
     for start in range(0, len(blocks), BLOCKS_AT_ONCE):
         some = blocks[start : start + BLOCKS_AT_ONCE]
         fitted, held = raw_rows(model, some, text.fitting), raw_rows(model, some, text.held_out)
         for block in some:
-            measured = profile.blocks[block.index]
+            measured = profiles[block.index]
             expected = lstsq_r2(*fitted.pop(block.index), *held.pop(block.index))
             difference = abs(measured.r2_lin - expected)
             worst = max(worst, difference)

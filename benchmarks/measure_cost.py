@@ -51,19 +51,24 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--branches", nargs="+", default=["ffn"], help="ffn, attention or both  [ffn]")
     parser.add_argument("--memory-only", action="store_true", help="measure once and print peak memory in MiB")
     args = parser.parse_args()
     model, tokenizer = compressor.load(args.model)
     text = open_text(args, tokenizer, args.tokens)
+
+    def measure() -> None:
+        compressor.measure(model, text, RunContext(batch_size=BATCH), branches=args.branches)
+
     if args.memory_only:
-        compressor.measure(model, text, RunContext(batch_size=BATCH))
+        measure()
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
         return
     plain_forward(model, text)  # warm up
     forward, measured = [], []
     for _ in range(REPEATS):
         forward.append(seconds(lambda: plain_forward(model, text)))
-        measured.append(seconds(lambda: compressor.measure(model, text, RunContext(batch_size=BATCH))))
+        measured.append(seconds(measure))
     ratio = statistics.median(measured) / statistics.median(forward)
     print(f"tokens {text.calibration.tokens}, windows of {args.seq_len}, {REPEATS} interleaved runs, medians")
     print(f"plain forward {statistics.median(forward):.1f} s, measuring {statistics.median(measured):.1f} s")
@@ -71,7 +76,7 @@ def main() -> None:
     peaks = []
     for tokens in (8192, 32768):
         options = ["--text", args.text, "--seq-len", str(args.seq_len), "--tokens", str(tokens), "--memory-only"]
-        command = [sys.executable, __file__, args.model, *options]
+        command = [sys.executable, __file__, args.model, *options, "--branches", *args.branches]
         fixed = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
         found = subprocess.run(command, check=True, capture_output=True, env=fixed)
         peaks.append(int(found.stdout))

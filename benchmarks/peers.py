@@ -35,10 +35,11 @@ import compressor
 from compressor.evaluate.budget import Budget
 from compressor.evaluate.perplexity import evaluate
 from compressor.measure.profile import measure
-from compressor.models.blocks import Block, find_blocks
+from compressor.models.blocks import BRANCHES, Block, find_blocks, find_branches
 from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import patch
 from compressor.plan.api import make_planner
+from compressor.plan.choices import Choices
 from compressor.plan.search import Planner, prepare_search
 from compressor.runtime.cache import Cache
 from compressor.runtime.context import RunContext
@@ -51,6 +52,7 @@ RIDGE = 1e-8  # of the mean diagonal: keeps a Gram matrix invertible
 CUTS = 3  # ReplaceMe's best-ranked cuts, the best of which on CUT_TOKENS of calibration text is taken
 CUT_TOKENS = 2048
 LIMIT = 1.0  # the ΔPPL at which the removed parameters are compared
+LIMITS = (LIMIT, 4.0)  # those at which ours is compared with ours without attention
 REMOVED = (0.026, 0.053)  # the removed fractions at which the ΔPPL is compared
 POST_NORMS = ("post_feedforward_layernorm", "post_mlp_layernorm")
 PLOT_TOP = 12.0
@@ -281,22 +283,25 @@ def low_rank(weight: Tensor, bias: Tensor | None, gram: Tensor, rank: int) -> nn
 
 
 @cache
-def our_planner(model: Any, windows: Tensor, directory: Path | None) -> Planner:
+def our_planner(model: Any, windows: Tensor, directory: Path | None, branches: tuple[str, ...]) -> Planner:
     """Five sixths of the calibration windows to fit on, one to correct the predictions on; nothing else is seen."""
     cut = len(windows) * 5 // 6
     calibration, selection = (Split(part, "calibration") for part in (windows[:cut], windows[cut:]))
     text = Text(calibration, selection, selection)
     progress = Progress()
     context = RunContext(cache=Cache(directory, progress), batch_size=BATCH, progress=progress)
-    space = prepare_search(model, text, context)
+    space = prepare_search(model, text, context, Choices(branches=branches))
     correlation = space.calibrations[UNNAMED].correlation
-    print(f"ours: rank correlation of predicted and measured Δloss {correlation:.2f}", flush=True)
-    return make_planner(space, measure(model, text), {UNNAMED: Budget.parse("100%")})
+    name = f"ours ({', '.join(branches)})"
+    print(f"{name}: rank correlation of predicted and measured Δloss {correlation:.2f}", flush=True)
+    return make_planner(space, measure(model, text, branches=branches), {UNNAMED: Budget.parse("100%")})
 
 
-def ours(model: Any, blocks: list[Block], windows: Tensor, step: float, *, cache: Path | None) -> Any:
+def ours(
+    model: Any, _: list[Block], windows: Tensor, step: float, *, cache: Path | None, branches: tuple[str, ...]
+) -> Any:
     """A copy of the model, compressed by this package until the fraction `step` of its parameters is removed."""
-    planner = our_planner(model, windows, cache)
+    planner = our_planner(model, windows, cache, branches)
     wanted = step * count_parameters(model)
     candidates, plans = planner.runner.candidates, planner.growing_plans()
     sizes = [sum(candidates[index].saved(shape) for index, shape in shapes.items()) for shapes, _ in plans]
@@ -305,12 +310,12 @@ def ours(model: Any, blocks: list[Block], windows: Tensor, step: float, *, cache
         raise Inapplicable(f"no plan removes {step:.1%}")
     fits = planner.runner.fitter.fit_in_order(plans[found][0])
     changed = copy.deepcopy(model)
-    patch(changed, blocks, fits)
+    patch(changed, find_branches(changed), fits)
     return changed
 
 
 def methods(cache: Path | None) -> dict[str, tuple[Method, tuple[float, ...]]]:
-    neurons = (0.01, 0.02, 0.04, 0.08)
+    neurons, sizes = (0.01, 0.02, 0.04, 0.08), (0.026, 0.035, 0.053, 0.08, 0.11)
     return {
         "shortgpt": (shortgpt, (1, 2, 3)),
         "replaceme": (replaceme, (1, 2, 3)),
@@ -318,7 +323,8 @@ def methods(cache: Path | None) -> dict[str, tuple[Method, tuple[float, ...]]]:
         "optipfair": (partial(optipfair, data=False), neurons),
         "optipfair-data": (partial(optipfair, data=True), neurons),
         "svd": (svd, (0.01, 0.026, 0.053)),
-        "ours": (partial(ours, cache=cache), (0.026, 0.035, 0.053)),
+        "ours-ffn": (partial(ours, cache=cache, branches=("ffn",)), sizes),
+        "ours": (partial(ours, cache=cache, branches=BRANCHES), sizes),
     }
 
 
@@ -367,7 +373,7 @@ def render(settings: dict[str, Any], baseline: float, points: list[Point]) -> st
         cells = [f"{sign}{reading(curve, LIMIT):.2%}" for reading in (removed_at, removed_strict)]
         cells += [f"{delta_at(curve, removed):+.3f}" for removed in REMOVED]
         lines += [f"| {name} | {' | '.join(cells)} |".replace("+nan", "–")]
-    mine = curves.pop("ours", None)
+    mine, without_attention = curves.pop("ours", None), curves.pop("ours-ffn", None)
     if mine and curves:
         lines += [""]
         for label, reading in (("interpolated", removed_at), ("strict", removed_strict)):
@@ -378,6 +384,10 @@ def render(settings: dict[str, Any], baseline: float, points: list[Point]) -> st
         for removed in REMOVED:
             ratio = delta_at(mine, removed) / delta_at(curves["replaceme"], removed)
             lines += [f"ΔPPL at {removed:.1%} removed, ours / replaceme: {ratio:.2f}"]
+    for limit in LIMITS if mine and without_attention else ():
+        most, least = (removed_at(curve, limit) for curve in (mine, without_attention))
+        ended = " (a curve ends within the limit)" if min(mine[-1][1], without_attention[-1][1]) <= limit else ""
+        lines += [f"removed at +{limit}, ours / ours with FFNs only: {most / max(least, 1e-9):.2f}{ended}"]
     return "\n".join(lines) + "\n"
 
 

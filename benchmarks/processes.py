@@ -58,7 +58,7 @@ def main() -> None:
         print(f"{name:24} {a:8.1f} s  {b:8.1f} s  {a / max(b, 1e-9):5.2f}×")
     a, b = (sum(found.values()) for found in times)
     print(f"{'all steps':24} {a:8.1f} s  {b:8.1f} s  {a / b:5.2f}× (goal at least {GOAL})")
-    pairs = list(zip(one["blocks"], two["blocks"], strict=True))
+    pairs = list(zip(*([*found["blocks"], *found.get("attention", [])] for found in (one, two)), strict=True))
     print(f"largest difference in R²_lin: {max(abs(x['r2_lin'] - y['r2_lin']) for x, y in pairs):.1e}")
     if args.job:
         same = all(x["replacement"] == y["replacement"] for x, y in pairs)

@@ -1,4 +1,4 @@
-"""Is R²_lin a compression signal? Orders of the blocks by R²_lin, by stream-weighted R² and by predicted damage.
+"""Is R²_lin a compression signal? Orders of the FFNs by R²_lin, by stream-weighted R² and by predicted damage.
 
     python benchmarks/signals.py demo
     python benchmarks/signals.py ./smollm2-135m --recipe recipes/smollm2-135m.yaml --text wiki.test.raw
@@ -16,7 +16,8 @@ the point estimate counts, not the end of an interval.
   (`--rank-by`).
 
 *Damage* is the prediction from gradients alone; *damage, corrected* is what a search goes by, after it has tried one
-replacement in every block. Every measurement is kept in the cache (`--cache`), so that a run goes on where it stopped.
+replacement in every block. Blocks are FFNs, or what --branches says. Every measurement is kept in the cache (--cache),
+so that a run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from compressor.evaluate.budget import Budget, compute_limits
 from compressor.measure.profile import Profile, measure
 from compressor.measure.swap import Sweeper
 from compressor.measure.verdicts import Verdict, judge_texts, rise_in_nats
+from compressor.models.blocks import BRANCHES, BranchIndex
 from compressor.patch.checkpoint import count_parameters
 from compressor.pipelines.job import Job, open_job
 from compressor.pipelines.recipe import resolve
@@ -41,7 +43,6 @@ from compressor.runtime.cache import Cache, default_directory
 from compressor.runtime.context import RunContext
 from compressor.runtime.progress import Progress
 
-LINEAR = Choices(kinds=("linear",))
 NAMES = {"r2": "R²_lin", "stream": "stream-weighted R²", "damage": "damage", "corrected": "damage, corrected"}
 
 
@@ -52,7 +53,7 @@ class Bench:
     job: Job
     profile: Profile
     sweeper: Sweeper
-    rises: dict[int, float]  # nats that every block alone costs as a linear map; blocks that overflow have none
+    rises: dict[BranchIndex, float]  # nats that every block alone costs as a linear map; blocks that overflow have none
     linear: SearchSpace
     anything: SearchSpace
 
@@ -99,18 +100,19 @@ def open_bench(options: argparse.Namespace) -> Bench:
     names = ("model", "text", "seq_len", "calib_tokens", "select_tokens", "verify_tokens")
     recipe = resolve(options.recipe, {name: getattr(options, name) for name in names})
     job = open_job(recipe, context, with_tasks=False)
-    profile = measure(job.model, job.text, job.context)
+    branches = tuple(options.branches)
+    profile = measure(job.model, job.text, job.context, branches=branches)
     sweeper = Sweeper(job.model, profile, job.text, recipe.swap_tokens, job.context)
     rises = {index: rise_in_nats(change) for index, change in sweeper.alone()[0].items()}
-    anything = prepare_search(job.model, job.text, job.context)
-    linear = prepare_search(job.model, job.text, job.context, LINEAR)
+    anything = prepare_search(job.model, job.text, job.context, Choices(branches=branches))
+    linear = prepare_search(job.model, job.text, job.context, Choices(kinds=("linear",), branches=branches))
     return Bench(job, profile, sweeper, rises, linear, anything)
 
 
 def correlation_lines(bench: Bench) -> Iterator[str]:
     """Each signal of every block against what the block costs alone, and the rank correlations."""
     damages = bench.linear.damages
-    blocks = [p for p in bench.profile.blocks if p.block.index in bench.rises]
+    blocks = [p for p in bench.profile.branches if p.block.index in bench.rises]
     yield "| block | R²_lin | stream-weighted R² | predicted damage, nats | measured Δloss, nats |"
     yield "|---|---|---|---|---|"
     for p in blocks:
@@ -153,6 +155,7 @@ def main() -> None:
     parser.add_argument("--text", action="append")
     parser.add_argument("--max-dppl", nargs="+", default=["1.0"], help="rises at which the orders are compared")
     parser.add_argument("--recipe", type=Path, help="takes tokens and text from here")
+    parser.add_argument("--branches", nargs="+", default=["ffn"], choices=BRANCHES)
     for name in ("--seq-len", "--calib-tokens", "--select-tokens", "--verify-tokens"):
         parser.add_argument(name, type=int)
     parser.add_argument("--cache", type=Path, default=default_directory())

@@ -311,8 +311,11 @@ def count_units(stock: Any, module: KeptHeads) -> int:
             raise ValueError(f"{name} has no count of heads that is called {part}")
         sizes[part] = (getattr(owner, attribute), size)
     units = sizes[output[0]][0] * kept // max(output[1], 1)
-    if {*map(type, heads)} != {int} or sorted({*heads}) != [*heads] or not 0 <= heads[0] <= heads[-1] < units:
-        raise ValueError(f"the kept heads {list(heads)} are not some of the {units} of {name} in their order")
+    if {*map(type, heads)} != {int} or sorted({*heads}) != heads or not 0 <= heads[0] <= heads[-1] < units:
+        raise ValueError(f"the kept heads {heads} are not some of the {units} of {name} in their order")
+    width = getattr(stock, "head_dim", getattr(stock, "head_size", 1))
+    if any(sizes[part][0] % (units * width) for part in (*module.inputs, output[0])):
+        raise ValueError(f"the kept heads {heads} of {name} cannot have {output[1]} inputs of {output[0]}")
     for part, (whole, size) in sizes.items():
         if whole % units or whole // units * kept != size or type(size) is not int:
             raise ValueError(f"{kept} of {units} heads of {name} leave {whole * kept / units:g} of {part}, not {size}")

@@ -121,10 +121,9 @@ def induction_model() -> Any:
     """A GPT-2 whose weights are written by hand: three layers of four heads with known duties.
 
     Layer 0: dead heads. Layer 1: heads 0 and 1 are copies, each writes half of the previous token into the stream; head
-    2 is dead and head 3 constant. Layer 2: heads 0 and 1 are copies of the induction head. At a trigger they look for
-    the token after the trigger's earlier occurrence and answer that it comes again; else they look at the first token
-    and say nothing. Heads 2 and 3 are dead. Without an answer, a trigger is followed by a certain word, as the model is
-    sure, and wrong.
+    2 is dead and head 3 constant. Layer 2: head 0 is the induction head. At a trigger it looks for the token after the
+    trigger's earlier occurrence and answers that it comes again; else it looks at the first token and says nothing. The
+    others are dead. Without an answer the model is sure that a certain word follows a trigger, and wrong.
     """
     sizes = {"vocab_size": WORDS, "n_embd": 4 * WORDS, "n_inner": 16, "n_positions": SEQ_LEN}
     model = tiny_model("gpt2", **sizes, tie_word_embeddings=False)
@@ -145,15 +144,9 @@ def induction_model() -> Any:
     for views in (idle, previous, induction):
         views.outputs.zero_()
     sharp = SHARPNESS * WORDS**0.5  # scores are divided by the root of a head's width
-    for tensor in (
-        previous.queries,
-        previous.keys,
-        previous.values,
-        induction.queries,
-        induction.keys,
-        induction.values,
-    ):
-        tensor[:2] = 0.0
+    for views in (previous, induction):
+        for tensor in (views.queries, views.keys, views.values):
+            tensor[0] = 0.0
     previous.queries[0, :, POSITION] = sharp * words
     previous.keys[0, 1:, POSITION] = words[:-1]
     previous.values[0, :, TOKEN] = words
@@ -171,8 +164,7 @@ def induction_model() -> Any:
     induction.queries[0, TRIGGERS, POSITION] = sharp  # whatever the position
     induction.keys[0, TRIGGERS, TOKEN] = words[0]
     induction.values[0, 1:, TOKEN] = words[1:]
-    induction.copy(0, 1)
-    induction.outputs[:2, :, ANSWER] = words / 2
+    induction.outputs[0, :, ANSWER] = words
     head = model.lm_head.weight
     head.zero_()
     head[0, TOKEN] = -12.0

@@ -201,6 +201,7 @@ SHAPES = {0: Shape(None, 4), 1: Shape(3, 5), 2: Shape(0, 6)}
 LINEAR_SHAPES = {0: Shape(None), 1: Shape(3), 2: Shape(0)}
 # Attention with fewer heads, and without: the first layer keeps one unit, for caches ask it for their length.
 ATTENTION_SHAPES = {AttentionOf(0): Shape(0, 1), AttentionOf(1): Shape(5, 1), AttentionOf(2): Shape(None)}
+WITHOUT_UNITS = ["olmo2", "codegen"]  # a norm runs over all heads; heads stand in groups that must stay of one size
 ONE_SHAPE = {1: Shape(3, 5)}  # the other blocks stay as they are
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -309,6 +310,13 @@ def compressed(family: str, shapes: Any = SHAPES, **settings: Any) -> Any:
         {index: random_replacement(blocks[index], shape, model) for index, shape in shapes.items()},
     )
     return model
+
+
+def attention_shapes(family: str) -> dict[Any, Shape]:
+    """Attention with fewer heads, if the family's can be told apart, and without."""
+    if family in WITHOUT_UNITS:
+        return {AttentionOf(1): Shape(2), AttentionOf(2): Shape(None)}
+    return dict(ATTENTION_SHAPES)
 
 
 def find_branches(model: Any) -> dict[BranchIndex, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from compressor.modeling_compressor import replacements
-from compressor.models.blocks import find_attention
+from compressor.models.blocks import Block, find_attention, find_blocks
 from compressor.runtime.errors import InputError
 
 KINDS_WITH_HEADS = ("pruned", "hybrid")
@@ -30,11 +30,18 @@ DESCRIPTIONS = {
 
 @dataclass(frozen=True)
 class CompressedAttention:
-    """The attention of one layer that was compressed: the module that is there now, and its path."""
+    """The attention of one layer that was compressed, and the module that is there now."""
 
-    layer: int
-    path: str
+    block: Block
     module: Any
+
+    @property
+    def layer(self) -> int:
+        return self.block.layer
+
+    @property
+    def path(self) -> str:
+        return self.block.path
 
     @property
     def kind(self) -> str:
@@ -78,11 +85,7 @@ class NoAttention(nn.Module):
 def find_compressed_attention(model: nn.Module) -> list[CompressedAttention]:
     """The attention of every layer in which it was compressed, in order of depth."""
     found = replacements(model)
-    return [
-        CompressedAttention(block.layer, block.path, found[block.path])
-        for block in find_attention(model)
-        if block.path in found
-    ]
+    return [CompressedAttention(block, found[block.path]) for block in find_attention(model) if block.path in found]
 
 
 def tensors_with_stock_names(model: Any) -> dict[str, Tensor]:
@@ -93,6 +96,16 @@ def tensors_with_stock_names(model: Any) -> dict[str, Tensor]:
             del state[f"{attention.path}.{name}"]
         state |= {f"{attention.path}.{name}": tensor for name, tensor in attention.tensors().items()}
     return state
+
+
+def buffers_with_stock_names(model: Any) -> dict[str, Tensor]:
+    """Every buffer of the model; those of kept heads have the names of the stock module."""
+    inside = {f"{attention.path}.attention.": f"{attention.path}." for attention in find_compressed_attention(model)}
+    found = {}
+    for name, buffer in model.named_buffers():
+        prefix = next((prefix for prefix in inside if name.startswith(prefix)), "")
+        found[inside.get(prefix, "") + name.removeprefix(prefix)] = buffer
+    return found
 
 
 def has_attention_of(model: nn.Module, kinds: Collection[str]) -> bool:
@@ -138,7 +151,7 @@ def name_layers(layers: Any) -> str:
 def most_units(model: nn.Module, units: int) -> int:
     """The most key-value heads that a layer has left, where stock attention has so many."""
     compressed = {attention.layer: attention.units for attention in find_compressed_attention(model)}
-    return max(1, *(compressed.get(block.layer, units) for block in find_attention(model)))
+    return max(1, *(compressed.get(block.layer, units) for block in find_blocks(model)))
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from compressor.export import gguf, vllm
+from compressor.export.attention import find_compressed_attention, has_attention_of, most_units
 from compressor.export.check import check_in_llamacpp, sample_tokens
-from compressor.export.llama import LLAMA_TYPES, Llama, block_widths, convert_to_llama
+from compressor.export.llama import LLAMA_TYPES, Llama, block_widths, convert_to_llama, head_counts
 from compressor.export.onnx import require_packages, write_onnx
-from compressor.export.stock import build_empty, convert_to_stock, stock_config
+from compressor.export.stock import build_empty, convert_to_stock, describe_stock_heads, stock_config
 from compressor.modeling_compressor import replacements
+from compressor.models.blocks import find_blocks
 from compressor.models.load import load_model, quiet
 from compressor.models.source import source_of, stored_dtype
 from compressor.patch.checkpoint import count_parameters, write_checkpoint
@@ -169,6 +171,7 @@ def export_gguf(job: ExportJob, target: Path) -> ExportRecord:
         architecture="deci",
         neurons=block_widths(llama.model),
         needed=llama.widths,
+        **list_heads(job, llama.model),
         notes=notes,
         **limits,
         context=gguf.exact_context_length(llama.model.config),
@@ -182,12 +185,17 @@ def export_dense(job: ExportJob, target: Path) -> ExportRecord:
     parameters = announce_size(job, f"as a stock {family}", count_parameters(stock))
     source, saving = job.source_parameters, job.source_parameters - job.compressed_parameters
     padding = (parameters - job.compressed_parameters) / max(1, saving)
-    widest = f"block {needed.index(width)} needs {width:,} neurons"
-    job.progress.say(f"one width for all blocks costs {padding:.0%} of the saving: {widest}")
+    what, why = "one width for all blocks", f"block {needed.index(width)} needs {width:,} neurons"
+    heads = list_stock_heads(job, stock)
+    if heads:
+        most, given = most_units(job.model, heads["key_value_heads"][0]), heads["key_value_heads"][0]
+        what = "one width for all blocks and as many heads in all layers"
+        why = f"{why}, and all layers get {given} key-value heads: a layer has {most} left"
+    job.progress.say(f"{what} costs {padding:.0%} of the saving: {why}")
     if parameters >= source and not job.request.force:
         raise InputError(
             f"as a stock {family} nothing of the saving is left ({parameters:,} parameters, the source {source:,}): "
-            f"all blocks have one width, and {widest}; {list_alternatives(job)}, or add --force"
+            f"{what}, and {why}; {list_alternatives(job)}, or add --force"
         )
     require_same_logits(job, stock)
     require_disk_space(job, parameters, target)
@@ -204,6 +212,7 @@ def export_dense(job: ExportJob, target: Path) -> ExportRecord:
             neurons=[width] * len(needed),
             needed=needed,
             padding_cost=padding,
+            **heads,
             **note_window(job, window),
         )
         write_record(partial, job, record)
@@ -224,7 +233,7 @@ def convert_to_dense(job: ExportJob) -> tuple[Any, list[int], int | None]:
 
 def export_vllm(job: ExportJob, target: Path) -> ExportRecord:
     with naming_alternatives(job):
-        llama = convert_to_llama(job.model, multiple=vllm.MULTIPLE)
+        llama = convert_to_llama(job.model, multiple=vllm.MULTIPLE, heads="grouped")
     off = require_same_logits(job, llama.model)
     parameters = announce_size(job, "with widths in steps of 256", count_parameters(llama.model))
     require_disk_space(job, parameters, target)
@@ -239,6 +248,7 @@ def export_vllm(job: ExportJob, target: Path) -> ExportRecord:
             architecture="DeciLMForCausalLM",
             neurons=block_widths(llama.model),
             needed=llama.widths,
+            **list_heads(job, llama.model),
             **note_limits(job, llama),
         )
         write_record(partial, job, record)
@@ -274,6 +284,24 @@ TARGETS: dict[str, tuple[Callable[[ExportJob, Path], ExportRecord], tuple[str, .
 }
 
 
+def list_heads(job: ExportJob, llama: Any) -> dict[str, list[int]]:
+    """The heads of every layer as they were written, for the record; nothing where no attention was compressed."""
+    if not find_compressed_attention(job.model):
+        return {}
+    counts = head_counts(llama)
+    return {"heads": [queries for queries, _ in counts], "key_value_heads": [keys for _, keys in counts]}
+
+
+def list_stock_heads(job: ExportJob, stock: Any) -> dict[str, list[int]]:
+    """The same for a stock model, all of whose layers have as many heads."""
+    compressed = find_compressed_attention(job.model)
+    if not compressed:
+        return {}
+    _, heads = describe_stock_heads(stock.config, compressed[0].block)
+    layers = len(find_blocks(stock))
+    return {"heads": [heads.count * heads.queries] * layers, "key_value_heads": [heads.count] * layers}
+
+
 def make_record(job: ExportJob, parameters: int, checked: RuntimeCheck, **fields: Any) -> ExportRecord:
     """The record of an export; `fields` are those that only this form of export has."""
     return ExportRecord(
@@ -305,10 +333,14 @@ def naming_alternatives(job: ExportJob) -> Iterator[None]:
 
 def list_alternatives(job: ExportJob) -> str:
     """The other forms that the model can probably be written in, for an error message."""
-    targets = "--to onnx" if job.request.to == "hf-dense" else "--to hf-dense or --to onnx"
-    if job.request.to == "hf-dense" and job.family in LLAMA_TYPES:
-        targets = "--to gguf, which keeps a width for every block, or --to onnx"
-    return f"try {targets}, or load the checkpoint itself in transformers"
+    maps = has_attention_of(job.model, ("linear", "lowrank", "hybrid"))
+    targets = []
+    if job.request.to != "hf-dense" and not maps:
+        targets.append("--to hf-dense")
+    gguf_says_more = job.request.to == "hf-dense" or (job.request.to == "vllm" and maps)
+    if gguf_says_more and job.family in LLAMA_TYPES and not has_attention_of(job.model, ("hybrid",)):
+        targets.append("--to gguf, which keeps a width for every block,")
+    return f"try {' or '.join([*targets, '--to onnx'])}, or load the checkpoint itself in transformers"
 
 
 def announce_size(job: ExportJob, form: str, parameters: int) -> int:

@@ -76,8 +76,8 @@ SHARED_SETTINGS = (
 )
 
 
-# How many heads the layers of a Llama get: those that each has left; as many query heads, in groups of one size within a
-# layer; or the same in all.
+# How many heads the layers of a Llama get: those that each has left; as many query heads, in groups of one size within
+# a layer; or the same in all.
 HeadArrangement = Literal["own", "grouped", "same"]
 
 
@@ -187,8 +187,8 @@ def add_constant(blocks: Sequence[OrdinaryBlock], layer: int, constant: Tensor) 
 def arrange_heads(model: Any, config: LlamaConfig, tensors: dict[str, Tensor], grouped: bool) -> None:
     """Add heads of zeros until all layers have as many, and set the counts in the config.
 
-    When `grouped`, only the query heads are as many: there are key-value heads for those that are left, and as many more
-    as the number of query heads can be divided by.
+    When `grouped`, only the query heads are as many: the key-value heads are those that are left, and more until their
+    number divides that of the query heads.
     """
     full, width = config.num_key_value_heads, config.head_dim
     queries = config.num_attention_heads // full
@@ -208,6 +208,7 @@ def arrange_heads(model: Any, config: LlamaConfig, tensors: dict[str, Tensor], g
             found, kept = heads_of_zeros(config.hidden_size, queries * width, width), 1
             if attention.bias is not None:
                 found["o_proj.bias"] = attention.bias * find_multipliers(model.config, config)["residual"]
+                config.attention_bias = True
         then = HeadSizes(units, queries, width)
         if grouped:
             groups = next(count for count in range(kept, units + 1) if units * queries % count == 0)
@@ -289,7 +290,7 @@ def llama_tensors(model: Any, config: LlamaConfig) -> dict[str, Tensor]:
     for name, tensor in tensors_with_stock_names(model).items():
         if ".qkv_proj." in name:
             keys = len(tensor) // (group + 2)
-            parts = tensor.split([group * keys, keys, keys])
+            parts = torch.split(tensor, [group * keys, keys, keys])
             tensors |= {
                 name.replace("qkv_proj", f"{letter}_proj"): part for letter, part in zip("qkv", parts, strict=True)
             }

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig
 
+from compressor.export.attention import find_compressed_attention
 from compressor.export.stock import stock_config
 from compressor.models.load import quiet
 from compressor.models.source import context_length
@@ -74,24 +75,30 @@ class Case:
 
 
 class TracedModel(nn.Module):
-    """The module that is traced: it takes and returns tensors only, where the model takes a cache object."""
+    """The module that is traced: it takes and returns tensors only, where the model takes a cache object.
 
-    def __init__(self, model: Any, *, cached: bool) -> None:
+    `cached_layers` are the layers that keep keys and values; None is a graph without a cache.
+    """
+
+    def __init__(self, model: Any, cached_layers: Sequence[int] | None) -> None:
         super().__init__()
         self.model = model
-        self.cached = cached
+        self.cached_layers = cached_layers
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None, past: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": self.cached}
+        arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
         if position_ids is not None:
             arguments["position_ids"] = position_ids
-        if not self.cached:
-            return (self.model(**arguments).logits,)
-        cache = DynamicCache(list(zip(past[::2], past[1::2], strict=True)))
-        logits = self.model(**arguments, past_key_values=cache).logits
-        return (logits, *(part for layer in cache.layers for part in (layer.keys, layer.values)))
+        if self.cached_layers is None:
+            return (self.model(**arguments, use_cache=False).logits,)
+        cache = DynamicCache()
+        for layer, keys, values in zip(self.cached_layers, past[::2], past[1::2], strict=True):
+            cache.update(keys, values, layer)
+        logits = self.model(**arguments, use_cache=True, past_key_values=cache).logits
+        layers: list[Any] = [cache.layers[layer] for layer in self.cached_layers]
+        return (logits, *(part for layer in layers for part in (layer.keys, layer.values)))
 
 
 def require_packages() -> None:
@@ -139,7 +146,8 @@ def write_onnx(
 def write_graph(model: Any, file: Path, cached: bool, single_file: int) -> tuple[list[str], list[str]]:
     """Trace the model and write the graph; return the names of its inputs and outputs."""
     batch, length, past_length = TRACED_SIZES
-    past = [torch.rand(batch, heads, past_length, width) for heads, width in cache_shapes(model)] if cached else []
+    shapes = cache_shapes(model) if cached else {}
+    past = [torch.rand(batch, heads, past_length, width) for parts in shapes.values() for heads, width in parts]
     total = past_length + length if cached else length
     positions = torch.arange(total - length, total).repeat(batch, 1) if takes_positions(model) else None
     arguments = {
@@ -155,13 +163,13 @@ def write_graph(model: Any, file: Path, cached: bool, single_file: int) -> tuple
         "position_ids": tokens if takes_positions(model) else None,
         "past": [{0: "batch_size", 2: "past_sequence_length"} for _ in past],
     }
-    layers = [f"{number}.{part}" for number in range(len(past) // 2) for part in ("key", "value")]
+    layers = [f"{number}.{part}" for number in shapes for part in ("key", "value")]
     inputs = [name for name in ("input_ids", "attention_mask", "position_ids") if arguments[name] is not None]
     inputs += [f"past_key_values.{layer}" for layer in layers]
     outputs = ["logits", *(f"present.{layer}" for layer in layers)]
     with rejecting_graph(), torch.no_grad():
         program = torch.onnx.export(
-            TracedModel(model, cached=cached).eval(),
+            TracedModel(model, list(shapes) if cached else None).eval(),
             kwargs=arguments,
             dynamic_shapes=axes,
             input_names=inputs,
@@ -192,15 +200,22 @@ def refuse_limited_length(exported: Any, context: int | None) -> None:
             )
 
 
-def cache_shapes(model: Any) -> list[tuple[int, int]]:
-    """The number of heads and the head width of every tensor of keys or values in the model's cache."""
+def cache_shapes(model: Any) -> dict[int, list[tuple[int, int]]]:
+    """For every layer that keeps keys and values: the number of heads and the head width of either tensor.
+
+    Layers whose attention has no heads left keep none.
+    """
     with torch.no_grad():
         cache = model(input_ids=torch.ones(1, 2, dtype=torch.long), use_cache=True).past_key_values
-    layers = getattr(cache, "layers", [])
-    parts: list[Any] = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
-    if not parts or any(part is None or part.ndim != 4 for part in parts):
+    without_heads = {each.layer for each in find_compressed_attention(model) if not each.units}
+    parts: dict[int, list[Any]] = {
+        number: [getattr(layer, name, None) for name in ("keys", "values")]
+        for number, layer in enumerate(getattr(cache, "layers", []))
+        if number not in without_heads
+    }
+    if not parts or any(part is None or part.ndim != 4 for layer in parts.values() for part in layer):
         raise GraphRejected(f"its {type(cache).__name__} is not one of keys and values alone")
-    return [(part.shape[1], part.shape[3]) for part in parts]
+    return {number: [(part.shape[1], part.shape[3]) for part in layer] for number, layer in parts.items()}
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Stock models with ordinary feed-forward blocks, assembled in memory from a config, tensors and folded blocks.
 
-"Stock" means an architecture of transformers as it is, without the replacement modules of this package.
+"Stock" means an architecture of transformers as it is, without the replacement modules of this package. All its layers
+have as many heads, so layers that have fewer left get heads of zeros.
 """
 
 from __future__ import annotations
@@ -11,15 +12,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from compressor.export.attention import (
+    CompressedAttention,
+    buffers_with_stock_names,
+    find_compressed_attention,
+    most_units,
+    refuse_attention,
+    tensors_with_stock_names,
+)
 from compressor.export.fold import OrdinaryBlock, fold, neurons_needed, read_ordinary_block
 from compressor.models.blocks import Block, find_blocks, modules_of
+from compressor.models.heads import AttentionCall, Heads, describe_heads
 from compressor.models.neurons import Matrix, find_neurons
 from compressor.runtime.errors import InputError
 
 WIDTH_KEYS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "inner_dim")
+ATTENTION_BIAS_KEYS = ("attention_bias", "attention_out_bias", "use_bias", "bias")
 BIAS_KEYS = ("mlp_bias", "use_mlp_bias", "use_bias", "enable_bias", "bias")
 
 
@@ -184,17 +196,16 @@ def name_block_tensors(layout: Layout, ffn: OrdinaryBlock) -> dict[str, Tensor]:
     return stored
 
 
-def find_stock_layout(model: Any) -> tuple[Any, Layout]:
+def find_stock_layout(model: Any, config: Any) -> tuple[Any, Layout]:
     """The config and the layout of the stock architecture that a compressed model came from.
 
     Biases that folded blocks need are switched on in the config; an architecture that cannot have them is refused.
     """
-    config = stock_config(model)
     family = config.model_type
     layout = find_layout(config)
     if layout is None:
         raise InputError(f"the blocks of this {family} are not made of neurons with an activation that is known here")
-    if layout.missing_bias:
+    if layout.missing_bias and any(has_replacement(model, block) for block in find_blocks(model)):
         for key in BIAS_KEYS:
             if getattr(config, key, None) is False:
                 biased_config = copy.deepcopy(config)
@@ -232,10 +243,105 @@ def stock_config(model: Any) -> Any:
 @torch.no_grad()
 def convert_to_stock(model: Any) -> tuple[Any, list[int]]:
     """A compressed model in its stock architecture, where all blocks have one width, and the widths that they need."""
-    config, layout = find_stock_layout(model)
+    config, layout = find_stock_layout(model, find_stock_heads(model, stock_config(model)))
     needed = count_needed_neurons(model, layout)
     config, layout = widen_blocks(config, layout, max(needed))
     blocks = [ffn.padded(max(needed)) for ffn in fold_blocks(model, layout)]
-    stock = assemble(config, layout, model.state_dict(), blocks, dict(model.named_buffers()))
+    tensors, buffers = tensors_with_stock_names(model), buffers_with_stock_names(model)
+    compressed = find_compressed_attention(model)
+    if compressed:
+        empty, heads = describe_stock_heads(config, compressed[0].block)
+        for attention in compressed:
+            found, made = spread_heads(attention, empty.get_submodule(attention.path), heads)
+            tensors |= {f"{attention.path}.{name}": tensor for name, tensor in found.items()}
+            buffers = {f"{attention.path}.{name}": tensor for name, tensor in made.items()} | buffers
+    stock = assemble(config, layout, tensors, blocks, buffers)
     stock.generation_config = copy.deepcopy(model.generation_config)
     return stock, needed
+
+
+def find_stock_heads(model: Any, config: Any) -> Any:
+    """The config with as many heads as the layer that has the most left, and with an output bias where one is needed.
+
+    An architecture that cannot have the bias is refused; one that cannot have fewer heads gets more of them.
+    """
+    compressed = find_compressed_attention(model)
+    if not compressed:
+        return config
+    family = config.model_type
+    refuse_attention(
+        model, ("linear", "lowrank", "hybrid"), "a stock architecture has heads in its layers and nothing else"
+    )
+    block = compressed[0].block
+    _, heads = describe_stock_heads(config, block)
+    fewest = most_units(model, heads.count)
+    candidates = (narrow_heads(config, block, heads, units) for units in range(fewest, heads.count + 1))
+    narrowed = next(candidate for candidate in candidates if candidate is not None)
+    if all(attention.bias is None for attention in compressed) or describe_stock_heads(narrowed, block)[1].biased:
+        return narrowed
+    for key in ATTENTION_BIAS_KEYS:
+        biased = copy.deepcopy(narrowed)
+        if getattr(biased.get_text_config(), key, None) is False:
+            setattr(biased.get_text_config(), key, True)
+            if describe_stock_heads(biased, block)[1].biased:
+                return biased
+    raise InputError(
+        f"{family} has no bias at {heads.layout.output}, and compressed attention has one that is not zero"
+    )
+
+
+def describe_stock_heads(config: Any, attention: Block) -> tuple[Any, Heads]:
+    """The empty stock model of a config, and the heads of this attention in it."""
+    model = build_empty(config)
+    heads = describe_heads(model, attention, AttentionCall((), {}, None, torch.empty(0)))
+    if heads is None:
+        raise InputError(f"the heads of this {config.model_type} cannot be told apart")
+    return model, heads
+
+
+def narrow_heads(config: Any, attention: Block, heads: Heads, units: int) -> Any | None:
+    """The config with so many key-value heads of the same width, or None where it cannot say that."""
+    if units == heads.count:
+        return config
+    narrowed = copy.deepcopy(config)
+    text_config = narrowed.get_text_config()
+    counts = {"num_attention_heads": units * heads.queries, "num_key_value_heads": units, "num_kv_heads": units}
+    try:
+        text_config.head_dim = heads.head_width
+        for key, count in counts.items():
+            if getattr(text_config, key, None) is not None:
+                setattr(text_config, key, count)
+        _, found = describe_stock_heads(type(narrowed).from_dict(narrowed.to_dict()), attention)
+    except (AttributeError, ValueError, RuntimeError, InputError, StrictDataclassError):
+        return None
+    sizes = [(each.queries, each.head_width, each.columns) for each in (heads, found)]
+    return narrowed if found.count == units and sizes[0] == sizes[1] else None
+
+
+def spread_heads(
+    attention: CompressedAttention, stock: nn.Module, heads: Heads
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of the stock module, with zeros for the heads that are gone, and buffers for it if it is a constant.
+
+    Heads stay where they were if the stock module has as many as before: with ALiBi, a head is known by its number.
+    """
+    kept, output = attention.tensors(), heads.layout.output
+    if attention.bias is not None:
+        kept[f"{output}.bias"] = attention.bias
+    numbers = attention.module.heads if attention.units else []
+    slots = torch.tensor(numbers if max(numbers, default=-1) < heads.count else range(attention.units))
+    tensors = {}
+    for name, parameter in stock.named_parameters():
+        owner, _, kind = name.rpartition(".")
+        transposed = kind == "weight" and not isinstance(stock.get_submodule(owner), nn.Linear) and parameter.ndim == 2
+        whole = torch.zeros(parameter.T.shape if transposed else parameter.shape)
+        if name in kept:
+            if owner in heads.layout.inputs:
+                whole[heads.rows_of(owner, slots)] = kept[name]
+            elif name == f"{output}.weight":
+                whole[:, heads.columns_of(slots)] = kept[name]
+            else:
+                whole = kept[name]
+        tensors[name] = whole.T.contiguous() if transposed else whole
+    buffers = {name: torch.zeros(buffer.shape, dtype=buffer.dtype) for name, buffer in stock.named_buffers()}
+    return tensors, buffers

@@ -2,7 +2,8 @@
 
 The format follows the source of vLLM (model_executor/models/nemotron_nas.py); it was never run in vLLM. vLLM computes a
 block's width from `ffn_mult` as int(2·ffn_mult·hidden/3), rounded up to a multiple of 256. So every width here is such
-a multiple.
+a multiple. It knows attention with as many query heads in every layer, in groups of one size, and layers without any
+(`no_op`), whose input norm does not exist.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from compressor.export.llama import Llama, block_widths
+from compressor.export.llama import Llama, block_widths, head_counts
 from compressor.patch.checkpoint import write_checkpoint
 
 MULTIPLE = 256
@@ -26,19 +27,27 @@ def write_decilm(llama: Llama, tokenizer: Any, directory: Path, dtype: torch.dty
     write_checkpoint(llama.model, tokenizer, directory, dtype=dtype)
     file = directory / "config.json"
     config = decilm_config(
-        json.loads(file.read_text(encoding="utf-8")), llama.layout.activation, block_widths(llama.model)
+        json.loads(file.read_text(encoding="utf-8")),
+        llama.layout.activation,
+        block_widths(llama.model),
+        head_counts(llama.model),
     )
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     shutil.copyfile(CONFIGURATION, directory / CONFIGURATION.name)
 
 
-def decilm_config(config: dict[str, Any], activation: str, widths: list[int]) -> dict[str, Any]:
-    """The config.json of a DeciLM, made from that of a Llama and the widths of its blocks."""
-    hidden, group = config["hidden_size"], config["num_attention_heads"] // config["num_key_value_heads"]
-    attention = {"n_heads_in_group": group, "no_op": False, "replace_with_linear": False}
+def decilm_config(
+    config: dict[str, Any], activation: str, widths: list[int], heads: list[tuple[int, int]]
+) -> dict[str, Any]:
+    """The config.json of a DeciLM, made from that of a Llama, the widths of its blocks and its `head_counts`."""
+    hidden = config["hidden_size"]
     blocks = [
         {
-            "attention": attention,
+            "attention": {
+                "n_heads_in_group": queries // keys if keys else None,
+                "no_op": not keys,
+                "replace_with_linear": False,
+            },
             "ffn": {
                 "ffn_mult": 3 * width / (2 * hidden),
                 "hidden_act": activation,
@@ -46,7 +55,7 @@ def decilm_config(config: dict[str, Any], activation: str, widths: list[int]) ->
                 "replace_with_linear": False,
             },
         }
-        for width in widths
+        for width, (queries, keys) in zip(widths, heads, strict=True)
     ]
     return {
         **config,

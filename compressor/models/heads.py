@@ -211,14 +211,11 @@ def layout_of(model: Any) -> Layout:
 def find_heads(model: Any, block: Block, call: AttentionCall) -> Heads | None:
     """The units of one attention, or None where it cannot be told apart into units."""
     heads = describe_heads(model, block, call)
-    if heads is None or not is_linear_in(heads, call, block):
-        return None
-    if heads.count == 1:
-        return heads
     try:
-        return heads if computes_without_units(heads, call, block) else None
+        believed = heads is not None and is_linear_in(heads, call, block) and computes_without_units(heads, call, block)
     except (RuntimeError, ValueError, IndexError):
         return None
+    return heads if believed else None
 
 
 def describe_heads(model: Any, block: Block, call: AttentionCall) -> Heads | None:
@@ -286,9 +283,14 @@ def is_linear_in(heads: Heads, call: AttentionCall, block: Block) -> bool:
 
 @torch.no_grad()
 def computes_without_units(heads: Heads, call: AttentionCall, block: Block) -> bool:
-    """Whether attention without every second unit computes what it does when those units' columns of a are zero."""
+    """Whether attention without every second unit computes what it does when those units' columns of a are zero.
+
+    The first unit is one of those, so that every kept one has another place than before.
+    """
     assert call.a is not None
-    kept = torch.arange(0, heads.count, 2)
+    if heads.count == 1:
+        return True
+    kept = torch.arange(1, heads.count, 2)
     columns = heads.columns_of(kept).to(call.a.device)
     weight = heads.outer_matrix.weight
     module = heads.keep(kept, dtype=weight.dtype, device=weight.device)

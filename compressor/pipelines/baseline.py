@@ -62,6 +62,9 @@ def baseline_of(record: Record) -> BaselineFile:
     if record.generation:
         agreement, sha256 = record.generation.agreement, record.generation.sha256
         figures["generation agreement"] = BaselineFigure(value=agreement, better=1, of=sha256, slack=LOOSE_WORDS)
+    if record.kv_cache and record.kv_cache.shrinks:
+        size, of = float(record.kv_cache.bytes_per_token_after or 0), record.kv_cache.dtype
+        figures["key-value cache bytes per token compressed"] = BaselineFigure(value=size, better=-1, of=of)
     source = BaselineSource.model_validate(record.source.to_json_value())
     return BaselineFile(
         schema_version=record.schema_version,

@@ -23,6 +23,7 @@ from compressor.pipelines.describe import (
     describe_sizes,
     describe_source,
     describe_text,
+    list_replaced,
 )
 from compressor.pipelines.job import (
     context_for,
@@ -36,9 +37,10 @@ from compressor.pipelines.job import (
 )
 from compressor.pipelines.recipe import Recipe
 from compressor.report.ci import append_summary, junit, refuse_unwritable
+from compressor.report.formats import name_replacement
 from compressor.report.page import page
 from compressor.report.record import Record, SavedRecord, describe_tool, read_record, weights_match
-from compressor.report.record_parts import Check
+from compressor.report.record_parts import Check, Replacement
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
@@ -105,9 +107,12 @@ def run(directory: Path, options: Mapping[str, Any], gate: Gate, context: RunCon
     before = evaluator.measure(original, "source", identify(original))
     after = evaluator.measure(compressed, "compressed", identify(compressed), before)
     assessment = evaluator.assess(before, after, compressed, identify(compressed), searched_tasks(recorded))
+    replaced, replaced_attention = list_replaced(compressed)
     record = Record(
         **describe_tool(),
         directory=str(directory),
+        replaced=replaced,
+        replaced_attention=replaced_attention,
         source=source,
         compressed_sha256=source_of(compressed).weights_sha256,
         tokenizer_sha256=tokenizer_sha256(tokenizer),
@@ -217,6 +222,7 @@ def differences(recorded: Record | SavedRecord, now: Record) -> list[str]:
         warnings.append("the source's weights are not those the checkpoint was made from")
     if weights_match(recorded, now.compressed_sha256) is False:
         warnings.append("the checkpoint's weights are not those of its record: its recorded figures are of others")
+    warnings += list_other_replacements(recorded, now)
     if not isinstance(recorded, Record):
         return warnings
     if recorded.text and now.text and recorded.text.verification.sha256 != now.text.verification.sha256:
@@ -225,3 +231,23 @@ def differences(recorded: Record | SavedRecord, now: Record) -> list[str]:
     if unchecked:
         warnings.append(f"not looked at this time, but recorded: {', '.join(unchecked)}")
     return warnings
+
+
+def list_other_replacements(recorded: Record | SavedRecord, now: Record) -> list[str]:
+    """The blocks and attention in whose place something else stands than the record says."""
+    entries = {b.path: b.replacement for b in (*recorded.blocks, *recorded.attention) if b.replacement.kind != "keep"}
+    found = {b.path: b.replacement for b in (*now.replaced, *now.replaced_attention)}
+    words = {path: [name_kept(of.get(path)) for of in (found, entries)] for path in (*entries, *found)}
+    return [
+        f"{path} is {is_now} in the checkpoint, {then} in its record"
+        for path, (is_now, then) in words.items()
+        if is_now != then
+    ]
+
+
+def name_kept(replacement: Replacement | None) -> str:
+    """A replacement in words, with the numbers of the heads that it keeps."""
+    if replacement is None:
+        return "as it was"
+    numbers = f" ({', '.join(map(str, replacement.kept_heads))})" if replacement.kept_heads else ""
+    return name_replacement(replacement) + numbers

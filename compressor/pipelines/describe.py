@@ -68,14 +68,7 @@ def describe_text(text: Text) -> parts.Texts:
 
 def describe_model(model: Any) -> SavedRecord:
     """The record of a model that was patched through the Python API: what it is, without measurements."""
-    kept = keep_attention(model)
-    attention_paths = {block.path for block in find_attention(model)}
-    blocks, attention = [], []
-    for path, spec in specs(model).items():
-        if path in attention_paths:
-            attention.append(parts.SavedBlock(path=path, replacement=shorten_attention(spec, kept)))
-        else:
-            blocks.append(parts.SavedBlock(path=path, replacement=shorten(spec)))
+    blocks, attention = list_replaced(model)
     return SavedRecord(
         **describe_tool(),
         source=describe_source(model),
@@ -84,6 +77,20 @@ def describe_model(model: Any) -> SavedRecord:
         attention=attention,
         kv_cache=describe_kv_cache(model, None, kv_cache_bytes(model)),
     )
+
+
+def list_replaced(model: Any) -> tuple[list[parts.SavedBlock], list[parts.SavedBlock]]:
+    """The replaced FFNs and the replaced attention of a model."""
+    blocks, attention = [], []
+    found = specs(model)
+    paths = {block.path for block in find_attention(model)} if found else set()
+    for path, spec in found.items():
+        if path in paths:
+            replacement = shorten_attention(spec, keep_attention(model))
+            attention.append(parts.SavedBlock(path=path, replacement=replacement))
+        else:
+            blocks.append(parts.SavedBlock(path=path, replacement=shorten(spec)))
+    return blocks, attention
 
 
 def shorten(spec: Mapping[str, Any]) -> parts.Replacement:

@@ -51,6 +51,7 @@ WELL_COMPENSATED = 0.85  # of the budget: after a compensated plan that uses thi
 MOST_CORRECTIONS = 6  # steps of one search that turn out dearer than predicted, and are believed to be
 WORTH_CORRECTING = 0.1  # of the budget, that such a step must cost beyond its prediction
 USUAL_COMPENSATION = 0.88  # cost of a compensated plan over that of the plain one, until it is measured
+SMALLER = 1.02  # factor on what compensation is believed to cost, after a compensated plan that did not fit
 USUAL_UNITS = 32  # windows or documents of a verification text
 ROOM = 1.96  # standard errors left for the verification's noise; the choice of the largest plan that fits spends some
 
@@ -247,7 +248,9 @@ class Planner:
                 break
             plain_used, used = (self.budget_share(trial, budget_factor) for trial in pair)
             compensation = min(max(used / plain_used, 0.5), 1.0) if plain_used > 0 else self.compensation
-            done = WELL_COMPENSATED <= used <= 1 or abs(compensation - self.compensation) < 0.01
+            done = used <= 1 and (used >= WELL_COMPENSATED or abs(compensation - self.compensation) < 0.01)
+            if used > 1:  # the next plan must be smaller, even where compensation won what was expected
+                compensation = min(1.0, max(compensation, self.compensation) * SMALLER)
             self.compensation = compensation
             if done:
                 break

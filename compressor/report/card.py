@@ -10,7 +10,16 @@ from huggingface_hub import ModelCardData
 from compressor.report.card_metadata import clean_name, list_problems, list_scores, name_text, remove_markup, text_words
 from compressor.report.export_record import ExportRecord
 from compressor.report.fidelity import format_nats
-from compressor.report.formats import SAME_SPEED, asked_size, last_part, name_replacement, name_verdict, ratio_interval
+from compressor.report.formats import (
+    SAME_SPEED,
+    asked_size,
+    cache_change,
+    last_part,
+    name_replacement,
+    name_verdict,
+    ratio_interval,
+    say_cache,
+)
 from compressor.report.record import Record, SavedRecord
 from compressor.report.record_parts import Block, SavedBlock, Source, TextResult, present
 from compressor.report.speed_parts import Speed
@@ -52,7 +61,7 @@ def export_card(export: ExportRecord, record: Record | SavedRecord | None) -> st
     sections = [
         f"# {escape(name)}, compressed, as {EXPORT_FORMS[export.to]}\n",
         f"Written by `compress export --to {export.to}` (compressor {escape(export.tool.version)}) from a "
-        f"checkpoint whose feed-forward blocks were replaced in closed form. It computes the same: logits differ by "
+        f"checkpoint some of whose blocks were replaced in closed form. It computes the same: logits differ by "
         f"{present(export.checked.logits_off):.1g} of the largest, in float32. Parameters: source {sizes.source:,}, "
         f"compressed {sizes.compressed:,}, in this form {sizes.exported:,}.\n",
         f"## Run\n\n{RUNNING[export.to]}",
@@ -109,18 +118,28 @@ def opening_section(record: Record | SavedRecord) -> list[str]:
     lines = [
         f"# {escape(name)}, compressed\n",
         f"A smaller copy of {origin} ({escape(source.model_type)}), made by compressor "
-        f"{escape(record.tool.version)}: some of its feed-forward blocks are replaced by smaller maps "
+        f"{escape(record.tool.version)}: {replaced_parts(record)} replaced by smaller maps "
         "in closed form. Nothing was trained.\n",
     ]
     if isinstance(record, Record):
         size = record.parameters
         changes = "; ".join(change_of(name, text) for name, text in record.text_results().items())
         nearness = f" {record.fidelity}." if record.fidelity else ""
+        cache = "".join(f" {sentence}" for sentence in say_cache(record.kv_cache))
         lines.append(
             f"**{present(size.removed_fraction):.1%} of the parameters are gone** ({present(size.before):,} → "
-            f"{present(size.after):,}), and {changes}.{nearness}\n"
+            f"{present(size.after):,}), and {changes}.{nearness}{cache}\n"
         )
     return lines
+
+
+def replaced_parts(record: Record | SavedRecord) -> str:
+    """Which kinds of blocks were replaced, as the subject of a sentence."""
+    if not any(block.replacement.kind != "keep" for block in record.attention):
+        return "some of its feed-forward blocks are"
+    if not any(block.replacement.kind != "keep" for block in record.blocks):
+        return "some of its attention is"
+    return "some of its feed-forward blocks and some of its attention are"
 
 
 def change_of(name: str, text: TextResult) -> str:
@@ -140,6 +159,9 @@ def measured_section(record: Record | SavedRecord) -> list[str]:
     rows += [task_row(name, task) for name, task in record.tasks.items()]
     counts = [f"{present(size.before):,}", f"{present(size.after):,}", f"−{present(size.removed_fraction):.2%}"]
     rows.append(["parameters", *counts])
+    if record.kv_cache and record.kv_cache.shrinks:
+        sizes = [present(record.kv_cache.bytes_per_token_before), present(record.kv_cache.bytes_per_token_after)]
+        rows.append(["key-value cache, bytes per token", *map("{:,}".format, sizes), cache_change(record.kv_cache)])
     rows += speed_rows(record.speed) if record.speed else []
     table = ["| | source | compressed | change | 95 % interval | limit | |", "|---|---:|---:|---:|---|---:|---|"]
     table += [f"| {' | '.join([escape(row[0]), *row[1:]])} {'| ' * (7 - len(row))}|" for row in rows]
@@ -221,8 +243,10 @@ def speed_rows(speed: Speed) -> list[list[str]]:
 def blocks_section(record: Record | SavedRecord, picture: bool) -> list[str]:
     figure = f"![R²_lin of every block over depth]({PICTURE})\n\n" if picture else ""
     if isinstance(record, Record):
-        return [f"## Blocks\n\n{figure}{LINEARITY}{KINDS}\n{measured_blocks(record.blocks)}"]
-    return [f"## Blocks\n\n{figure}{KINDS}\n{saved_blocks(record.blocks)}"]
+        kinds = KINDS + (HEADS if record.attention else "")
+        return [f"## Blocks\n\n{figure}{LINEARITY}{kinds}\n{measured_blocks(record.listed)}"]
+    kinds = KINDS + (HEADS if record.attention else "")
+    return [f"## Blocks\n\n{figure}{kinds}\n{saved_blocks([*record.attention, *record.blocks])}"]
 
 
 def measured_blocks(blocks: list[Block]) -> str:
@@ -231,7 +255,7 @@ def measured_blocks(blocks: list[Block]) -> str:
         before, after = block.params_before, block.params_after
         size = f"{before:,}" if before == after else f"{before:,} → {after:,}"
         figures = f"{block.r2_lin:.3f} | {block.r2_stream:.3f} | {name_verdict(block.verdict)}"
-        rows.append(f"| {block.index} | {figures} | {escape(name_replacement(block.replacement))} | {size} |")
+        rows.append(f"| {block.name} | {figures} | {escape(name_replacement(block.replacement))} | {size} |")
     return "\n".join(rows) + "\n"
 
 
@@ -286,6 +310,9 @@ def escape(text: object) -> str:
 LINEARITY = "R²_lin is how much of a block's output the best linear map explains, on rows that it was not fitted on.\n"
 KINDS = """Now: `linear` is one matrix, `lowrank 48` two thin ones, `pruned 472` so many of the block's own neurons,
 `hybrid 472 rank 48` both, `bias` a constant; a dot is a block that stayed as it was.
+"""
+HEADS = """Attention keeps some of its heads (`pruned 2 of 3 heads`), perhaps with a thin map beside them
+(`hybrid 2 of 3 heads rank 48`), or becomes a map without heads. A key-value head goes with all its query heads.
 """
 LOADING = """## Load
 

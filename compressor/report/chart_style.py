@@ -12,6 +12,7 @@ from typing import Any
 import altair as alt
 
 from compressor.report.formats import is_number
+from compressor.report.record_parts import ATTENTION, FFN
 from compressor.runtime.errors import shorten, visible
 
 Row = dict[str, Any]
@@ -170,6 +171,20 @@ def fixed(ends: tuple[float, float], log: bool = False) -> alt.Scale:
 def block_axis(labels: bool = True) -> alt.X:
     axis = alt.Axis(labelAngle=0, labelOverlap=True, title="block", grid=False, ticks=False) if labels else None
     return alt.X("index:O", axis=axis, scale=alt.Scale(paddingInner=0.25, paddingOuter=0.2))
+
+
+def by_branch(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of FFNs, and those of attention, where there are any."""
+    parted: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["branch"] != FFN):
+        parted.setdefault(row["branch"], []).append(row)
+    return parted
+
+
+def beside(rows: Iterable[Row]) -> list[alt.SchemaBase]:
+    """Marks of attention and of FFNs side by side over the same number, where there are both."""
+    branches = [branch for branch in (ATTENTION, FFN) if any(row["branch"] == branch for row in rows)]
+    return [alt.XOffset("branch:N", scale=alt.Scale(domain=branches))] if len(branches) > 1 else []
 
 
 def log_domain(values: Iterable[float]) -> tuple[float, float]:

@@ -22,7 +22,9 @@ from compressor.report.chart_style import (
     WIDTH,
     Chart,
     Row,
+    beside,
     block_axis,
+    by_branch,
     by_name,
     clean_rows,
     finish,
@@ -36,8 +38,9 @@ from compressor.report.chart_style import (
 )
 from compressor.report.chart_style import draw as draw
 from compressor.report.fidelity import Fidelity, format_nats, format_share
-from compressor.report.formats import interval, last_part, name_verdict, num, percent
+from compressor.report.formats import interval, last_part, name_heads, name_verdict, num, percent
 from compressor.report.linearity_charts import (
+    BLOCKS,
     FEW,
     VERDICTS,
     corpora,
@@ -51,18 +54,20 @@ from compressor.report.linearity_charts import (
     models,
     regimes,
     residual,
+    seen_verdicts,
     swap,
     trained,
 )
 from compressor.report.record import ProfileSet, Record, profiles_of
-from compressor.report.record_parts import Band, Block, PerplexityChange
+from compressor.report.record_parts import ATTENTION, FFN, Band, Block, PerplexityChange
 from compressor.report.search_parts import FrontierPoint
 from compressor.runtime.names import NO_LIMIT
 
 
 def blocks(record: Record) -> Chart | None:
-    """R²_lin of every block above what became of its parameters; of a profile, above what its linear map costs."""
-    rows = clean_rows(map(describe_block, record.blocks), "index", "r2", "before", "after")
+    """R²_lin of every block above what became of its parameters; of a profile, above what its linear map costs.
+    Attention has a panel of its own, and marks of its own below."""
+    rows = clean_rows(map(describe_block, record.branches), "index", "r2", "before", "after")
     if not rows:
         return None
     costs = cost_rows(record) if record.perplexity is None else []
@@ -83,7 +88,14 @@ def blocks(record: Record) -> Chart | None:
         f"Above: how much of each block's output its least-squares linear map explains (R²_lin, 95 % interval; "
         f"diamonds: rows weighted as the next norm sees them). Below: {under}. {measured_on(record)}"
     )
-    drawing = alt.vconcat(draw_linearity(rows), lower, spacing=14).resolve_scale(color="independent", x="shared")
+    seen, parted = seen_verdicts(rows), by_branch(rows)
+    panels = [
+        draw_linearity(found, seen, f"R²_lin, {branch}" if record.attention else "R²_lin", legend=place == 0)
+        for place, (branch, found) in enumerate(parted.items())
+    ]
+    drawing = alt.vconcat(*panels, lower, spacing=14).resolve_scale(
+        color="independent", x="shared", shape="independent"
+    )
     return finish("blocks", title, caption, description, drawing)
 
 
@@ -91,20 +103,23 @@ def describe_block(block: Block) -> Row:
     low, high = block.r2_lin_ci95
     verdict = name_verdict(block.verdict)
     note = (
-        f"block {block.index} · {verdict}\nR²_lin {num(block.r2_lin)} ({num(low)} … {num(high)}), "
+        f"{block.words} · {verdict}\nR²_lin {num(block.r2_lin)} ({num(low)} … {num(high)}), "
         f"stream-weighted {num(block.r2_stream)}\nparameters {num(block.params_before)} → {num(block.params_after)}"
     )
+    if block.replacement.heads:
+        note += f"\nkeeps {name_heads(block.replacement)}"
     sizes = {"before": block.params_before, "after": block.params_after}
     figures = {"r2": block.r2_lin, "low": low, "high": high, "stream": block.r2_stream}
-    return {"index": block.index, "verdict": verdict, "note": note, **figures, **sizes}
+    return {"index": block.index, "branch": block.branch, "verdict": verdict, "note": note, **figures, **sizes}
 
 
-def draw_linearity(rows: Sequence[Row]) -> alt.LayerChart:
+def draw_linearity(rows: Sequence[Row], seen: Sequence[str], title: str, legend: bool) -> alt.LayerChart:
+    """The panel of one kind of branch; one legend serves all panels."""
     scale = fixed(r2_ends(rows, "r2", "stream", zero=True))
     axis = alt.Axis(tickCount=4)
-    y = alt.Y("r2:Q", title="R²_lin", scale=scale, axis=axis)
-    seen = [word for word in VERDICTS if any(row["verdict"] == word for row in rows)]
+    y = alt.Y("r2:Q", title=title, scale=scale, axis=axis)
     colour = by_name("verdict", seen, [VERDICTS[word] for word in seen])
+    colour = colour if legend else colour.legend(None)
     x, base = block_axis(labels=False), alt.Chart()
     layers = [
         base.mark_rule(strokeWidth=2, opacity=0.6).encode(x, alt.Y("low:Q", scale=scale), alt.Y2("high:Q"), colour),
@@ -116,12 +131,21 @@ def draw_linearity(rows: Sequence[Row]) -> alt.LayerChart:
 
 
 def draw_parameters(rows: Sequence[Row]) -> alt.LayerChart:
-    sides = ("before", "after")
-    sized = [{"index": r["index"], "which": side, "size": r[side], "note": r["note"]} for side in sides for r in rows]
+    """A bar for what each block was, and one in it for what is left; attention's stand beside the FFN's."""
+    after_ffn = f"after, {FFN}" if any(row["branch"] == ATTENTION for row in rows) else "after"
+    after_attention = f"after, {ATTENTION}"
+    names = {"before": dict.fromkeys((FFN, ATTENTION), "before"), "after": {FFN: after_ffn, ATTENTION: after_attention}}
+    sized = [
+        {"index": r["index"], "branch": r["branch"], "which": names[side][r["branch"]], "size": r[side]}
+        | {"note": r["note"]}
+        for side in names
+        for r in rows
+    ]
+    colours = {"before": BEFORE, after_ffn: SERIES[0], after_attention: SERIES[1]}
+    seen = [name for name in colours if any(row["which"] == name for row in sized)]
     y = alt.Y("size:Q", title="parameters", stack=None, axis=alt.Axis(format="~s", tickCount=4))
-    bars = (
-        alt.Chart().mark_bar().encode(block_axis(), y, by_name("which", sides, [BEFORE, SERIES[0]]), tooltip="note:N")
-    )
+    colour = by_name("which", seen, [colours[name] for name in seen])
+    bars = alt.Chart().mark_bar().encode(block_axis(), y, colour, *beside(rows), tooltip="note:N")
     return overlay(sized, 120, bars)
 
 
@@ -214,16 +238,17 @@ def agreement(record: Record) -> Chart | None:
     if not record.agreement:
         return None
     rows = []
-    for prediction in record.agreement.blocks:
+    for prediction, name in record.agreement.named:
         cost = prediction.measured if prediction.kl is None else prediction.kl
         note = (
-            f"block {prediction.index}, {prediction.replacement}\npredicted {num(prediction.predicted)}, loss "
+            f"block {name}, {prediction.replacement}\npredicted {num(prediction.predicted)}, loss "
             f"{num(prediction.measured, '+')} ± {num(prediction.standard_error)} nats per token"
         )
         if prediction.kl is not None:
             note += f", KL {num(prediction.kl)} ± {num(prediction.kl_standard_error)}"
-        label = str(prediction.index) if len(record.agreement.blocks) <= FEW else ""
-        rows.append({"x": prediction.predicted, "y": cost, "note": note, "label": label, "kind": "blocks"})
+        label = str(prediction.index) if len(record.agreement.named) <= FEW else ""
+        kind = ATTENTION if name.endswith(ATTENTION) else BLOCKS
+        rows.append({"x": prediction.predicted, "y": cost, "note": note, "label": label, "kind": kind})
     points = clean_rows(rows, "x", "y")
     if not points:
         return None

@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from compressor.report.card import escape
-from compressor.report.formats import MISSING
+from compressor.report.formats import MISSING, cache_words
 from compressor.report.record import Record
 from compressor.runtime.errors import InputError
 from compressor.runtime.progress import Progress
@@ -33,8 +33,8 @@ def junit(record: Record) -> str:
             ElementTree.SubElement(case, "system-out").text = message
         else:
             ElementTree.SubElement(case, "failure", {"message": message, "type": "budget"}).text = message
-    if record.fidelity:
-        ElementTree.SubElement(suite, "system-out").text = str(record.fidelity)
+    if about := about_lines(record):
+        ElementTree.SubElement(suite, "system-out").text = "\n".join(about)
     if record.warnings:
         ElementTree.SubElement(suite, "system-err").text = remove_controls("\n".join(record.warnings))
     ElementTree.indent(root)
@@ -53,10 +53,15 @@ def summary(record: Record) -> str:
         verdict = "passed" if check.passed else "**FAILED**"
         figures = f"{figure(check.measured)} | {figure(check.limit)}"
         lines.append(f"| {escape(check.name)} | {figures} | {verdict} | {escape(check.detail)} |")
-    if record.fidelity:
-        lines += ["", f"{record.fidelity}."]
+    for line in about_lines(record):
+        lines += ["", f"{line}."]
     lines += ["", *(f"- warning: {escape(warning)}" for warning in record.warnings)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def about_lines(record: Record) -> list[str]:
+    """What is said beside the checks: the nearness to the source, and the key-value cache where it is smaller."""
+    return [*([str(record.fidelity)] if record.fidelity else []), *filter(None, [cache_words(record.kv_cache)])]
 
 
 def append_summary(file: str, record: Record, progress: Progress) -> None:

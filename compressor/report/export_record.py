@@ -44,6 +44,8 @@ class ExportRecord(Versioned):
     architecture: str | None = None
     neurons: list[Count] = Field(default_factory=list)  # of every block as it was written
     needed: list[Count] = Field(default_factory=list)  # the same without rounding and padding
+    heads: list[Count] = Field(default_factory=list)  # query heads of every layer, where attention was compressed
+    key_value_heads: list[Count] = Field(default_factory=list)  # 0: one matrix or, without query heads, no attention
     notes: list[str] = Field(default_factory=list)
     padding_cost: float | None = None  # of one width for all blocks, as a part of the saving
     window: Count | None = None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 from compressor.report.record_parts import BlockFigures, Removal, Replacement, TaskResult, Verdict
+from compressor.report.speed_parts import KVCache
 
 MISSING = "–"
 RIDGE_GAP = 0.01  # the chosen ridge is shown where it explains so much more than plain least squares
@@ -86,6 +87,12 @@ def block_numbers(indices: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}–{b}" for a, b in runs)
 
 
+def branch_numbers(blocks: Sequence[int], attention: Sequence[int]) -> str:
+    """The numbers of FFNs and of attention: `3, 7–9; attention 4`."""
+    words = [block_numbers(blocks), f"attention {block_numbers(attention)}" if attention else ""]
+    return "; ".join(word for word in words if word)
+
+
 def list_branches(blocks: Sequence[int], attention: Sequence[int]) -> str:
     """Blocks in words: `block 3`, `blocks 3, 7–9 and attention 4`, `attention 4, 5`."""
     words = [f"{'block' if len(blocks) == 1 else 'blocks'} {block_numbers(blocks)}"] if blocks else []
@@ -93,12 +100,49 @@ def list_branches(blocks: Sequence[int], attention: Sequence[int]) -> str:
 
 
 def name_replacement(replacement: Replacement) -> str:
-    """`pruned 472`, `hybrid 472 rank 48`, `lowrank 48`, `linear`; a dot for a block that stayed as it was."""
+    """`pruned 472`, `hybrid 472 rank 48`, `hybrid 2 of 3 heads rank 48`, `lowrank 48`, `linear`; a dot for a block that
+    stayed as it was."""
     if replacement.kind == "keep":
         return "·"
-    rank, neurons = replacement.rank, replacement.neurons
-    words = [replacement.kind, str(neurons or ""), f"rank {rank}" if rank and neurons else str(rank or "")]
+    rank, kept = replacement.rank, name_heads(replacement) if replacement.heads else str(replacement.neurons or "")
+    words = [replacement.kind, kept, f"rank {rank}" if rank and kept else str(rank or "")]
     return " ".join(word for word in words if word)
+
+
+def name_heads(replacement: Replacement) -> str:
+    """The heads that attention keeps: `2 of 3 heads`, or key-value heads where several query heads read one."""
+    kind = "key-value heads" if (replacement.query_heads_per_unit or 1) > 1 else "heads"
+    return f"{replacement.heads}{f' of {replacement.units}' if replacement.units else ''} {kind}"
+
+
+def cache_words(cache: KVCache | None) -> str:
+    """What the key-value cache takes: `key-value cache 23,040 → 15,360 bytes per token (−33.3 %, float16)`; nothing
+    where it is as it was."""
+    if cache is None or cache.bytes_per_token_after is None:
+        return ""
+    before, after = cache.bytes_per_token_before, cache.bytes_per_token_after
+    if before is None:
+        return f"key-value cache {after:,} bytes per token ({cache.dtype})"
+    return (
+        f"key-value cache {before:,} → {after:,} bytes per token ({cache_change(cache)}, {cache.dtype})" * cache.shrinks
+    )
+
+
+def say_cache(cache: KVCache | None) -> list[str]:
+    """How much less the key-value cache takes, in a sentence, where it does."""
+    if cache is None or not cache.shrinks:
+        return []
+    before, after = cache.bytes_per_token_before or 0, cache.bytes_per_token_after or 0
+    less = f"{percent(1 - after / before)} less: {before:,} → {after:,} bytes per token ({cache.dtype})"
+    return [f"The key-value cache takes {less}."]
+
+
+def cache_change(cache: KVCache) -> str:
+    """How much smaller the key-value cache is: `−33.3 %`, or that it is not."""
+    before, after = cache.bytes_per_token_before, cache.bytes_per_token_after
+    if not before or after is None or after == before:
+        return "unchanged"
+    return f"{num(100.0 * (after / before - 1), '+', '.1f')} %"
 
 
 def asked_size(removal: Removal) -> str:

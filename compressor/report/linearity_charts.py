@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 
 import altair as alt
 
@@ -16,7 +16,9 @@ from compressor.report.chart_style import (
     UNSAFE,
     Chart,
     Row,
+    beside,
     block_axis,
+    by_branch,
     by_name,
     clean_rows,
     dots,
@@ -31,11 +33,20 @@ from compressor.report.chart_style import (
 )
 from compressor.report.formats import interval, last_part, name_verdict, num, ridge_differs
 from compressor.report.record import ProfileSet, Record
+from compressor.report.record_parts import ATTENTION, FFN
 from compressor.runtime.errors import shorten, visible
 
+AnyDrawing = alt.LayerChart | alt.VConcatChart
 VERDICTS = {"safe": SAFE, "costly": COSTLY, "unsafe": UNSAFE, "undecided": DIM}
 R2 = "R² on held-out rows"
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3]]
+BLOCKS, UNSAFE_BLOCKS, UNSAFE_ATTENTION = "blocks", "unsafe blocks", "unsafe attention"
+KINDS = {  # colour and shape of a mark
+    BLOCKS: (SERIES[0], "circle"),
+    UNSAFE_BLOCKS: (UNSAFE, "circle"),
+    ATTENTION: (SERIES[1], "triangle-up"),
+    UNSAFE_ATTENTION: (UNSAFE, "triangle-up"),
+}
 FEW = 12  # marks that can each have their number beside them
 
 
@@ -49,10 +60,26 @@ def measured_on(record: Record) -> str:
     return f"{last_part(record.source.model)}: {', '.join(parts) or 'tokens and windows are not recorded'}."
 
 
-def draw_lines(rows: Sequence[Row], names: Sequence[str], x: alt.X, width: bool = False) -> alt.LayerChart:
-    """One line per series, description apart by colour, dashes and shape; `width` draws the intervals as bands."""
+def draw_lines(rows: Sequence[Row], names: Sequence[str], x: alt.X, width: bool = False) -> AnyDrawing:
+    """One line per series, description apart by colour, dashes and shape; `width` draws the intervals as bands.
+
+    Rows of attention, where there are any, are drawn in a panel of their own on the same scale.
+    """
     scale = fixed(r2_ends(rows, "y", "low", "high"))
-    y = alt.Y("y:Q", title=R2, scale=scale)
+    parted = by_branch({"branch": FFN} | row for row in rows)
+    panels = [draw_panel(found, names, x, scale, name_panel(branch, parted), width) for branch, found in parted.items()]
+    return panels[0] if len(panels) == 1 else alt.vconcat(*panels, spacing=14)
+
+
+def name_panel(branch: str, panels: Sized) -> str:
+    """The title of a panel's axis, which says of what it is where there are several."""
+    return f"R², {branch}" if len(panels) > 1 else R2
+
+
+def draw_panel(
+    rows: Sequence[Row], names: Sequence[str], x: alt.X, scale: alt.Scale, title: str, width: bool
+) -> alt.LayerChart:
+    y = alt.Y("y:Q", title=title, scale=scale)
     names = [shorten(visible(name), 300) for name in names]
     colour, base = by_name("series", names), alt.Chart()
     legend = alt.Legend() if len(names) > 1 else None
@@ -61,16 +88,26 @@ def draw_lines(rows: Sequence[Row], names: Sequence[str], x: alt.X, width: bool 
     line = base.mark_line(strokeWidth=1.8).encode(x, y, colour, dash)
     points = base.mark_point(size=34, opacity=1).encode(x, y, colour, shape)
     bands = base.mark_area(opacity=0.16).encode(x, alt.Y("low:Q", scale=scale), alt.Y2("high:Q"), colour)
-    return overlay(rows, 240, *([bands] if width else []), line, points, marks(x=x, y=y))
+    height = 240 if title == R2 else 170
+    return overlay(rows, height, *([bands] if width else []), line, points, marks(x=x, y=y))
 
 
-def line_rows(name: str, values: Iterable[tuple[int, float]]) -> list[Row]:
+def line_rows(name: str, values: Iterable[tuple[int, float]], branch: str = FFN) -> list[Row]:
     """A value of every block over depth."""
-    return [{"x": at, "y": y, "series": name, "note": f"block {at}\n{name} {num(y)}"} for at, y in values]
+    what = "block" if branch == FFN else branch
+    return [
+        {"x": at, "y": y, "series": name, "branch": branch, "note": f"{what} {at}\n{name} {num(y)}"} for at, y in values
+    ]
 
 
-def over_depth(name: str, title: str, caption: str, lines: Mapping[str, Sequence[tuple[int, float]]]) -> Chart | None:
-    rows = clean_rows((row for series, values in lines.items() for row in line_rows(series, values)), "x", "y")
+Lines = Mapping[str, Sequence[tuple[int, float]]]
+
+
+def over_depth(name: str, title: str, caption: str, lines: Lines, attention: Lines | None = None) -> Chart | None:
+    """Values of every block over depth, in a line for each name, and the same of attention."""
+    found = [row for series, values in lines.items() for row in line_rows(series, values)]
+    found += [row for series, values in (attention or {}).items() for row in line_rows(series, values, ATTENTION)]
+    rows = clean_rows(found, "x", "y")
     if not rows:
         return None
     drawing = draw_lines(rows, list(lines), whole_numbers())
@@ -85,16 +122,17 @@ def whole_numbers() -> alt.X:
 
 def depth(record: Record) -> Chart | None:
     names = ["R²_lin, 95 % interval", "stream-weighted"]
-    ridge = ["best ridge"] if ridge_differs(record.blocks) else []
+    ridge = ["best ridge"] if ridge_differs(record.branches) else []
+    names += ridge
     rows = []
-    for block in record.blocks:
+    for block in record.branches:
         low, high = block.r2_lin_ci95
-        note = f"block {block.index}\nR²_lin {num(block.r2_lin)} ({num(low)} … {num(high)})"
-        rows.append({"x": block.index, "y": block.r2_lin, "low": low, "high": high, "series": names[0], "note": note})
-    rows += line_rows(names[1], ((block.index, block.r2_stream) for block in record.blocks))
-    for name in ridge:
-        names.append(name)
-        rows += line_rows(name, ((block.index, block.r2_ridge) for block in record.blocks))
+        note = f"{block.words}\nR²_lin {num(block.r2_lin)} ({num(low)} … {num(high)})"
+        about: Row = {"low": low, "high": high, "series": names[0], "branch": block.branch, "note": note}
+        rows.append({"x": block.index, "y": block.r2_lin, **about})
+        rows += line_rows(names[1], [(block.index, block.r2_stream)], block.branch)
+        for name in ridge:
+            rows += line_rows(name, [(block.index, block.r2_ridge)], block.branch)
     points = clean_rows(rows, "x", "y")
     if not points:
         return None
@@ -108,10 +146,11 @@ def depth(record: Record) -> Chart | None:
 
 def corpora(record: Record) -> Chart | None:
     lines = {corpus.name: [(b.index, b.r2_lin) for b in corpus.blocks] for corpus in record.corpora}
+    attention = {c.name: [(b.index, b.r2_lin) for b in c.attention] for c in record.corpora if c.attention}
     pairs = [f"{p.first} and {p.second} {num(p.rank_correlation, form='.2f')}" for p in record.corpus_agreement]
     agreed = f" Rank correlation: {', '.join(pairs)}." if pairs else ""
     caption = f"R²_lin of every block by corpus.{agreed} {measured_on(record)}"
-    return over_depth("corpora", "The same blocks on other text", caption, lines)
+    return over_depth("corpora", "The same blocks on other text", caption, lines, attention)
 
 
 def trained(record: Record) -> Chart | None:
@@ -176,16 +215,16 @@ def models(record: ProfileSet) -> Chart | None:
 def cost_rows(record: Record) -> list[Row]:
     """What each block costs as a linear map, alone; what does not rise stands at the end of a logarithmic axis."""
     rows = []
-    for block in record.blocks:
+    for block in record.branches:
         if trial := block.swap:
             low, high = trial.delta_ci95
             verdict = name_verdict(block.verdict)
             note = (
-                f"block {block.index} · {verdict}\nperplexity {num(trial.baseline)} → {num(trial.compressed)}\n"
+                f"{block.words} · {verdict}\nperplexity {num(trial.baseline)} → {num(trial.compressed)}\n"
                 f"{num(trial.delta, '+')} ({interval(trial.delta_ci95)})"
             )
             figures: Row = {"delta": trial.delta, "low": low, "high": high}
-            rows.append({"index": block.index, "verdict": verdict, "note": note, **figures})
+            rows.append({"index": block.index, "branch": block.branch, "verdict": verdict, "note": note, **figures})
     points = clean_rows(rows, "index", "delta")
     bottom, _ = log_domain(row["delta"] for row in points)
     for row in points:
@@ -200,16 +239,24 @@ def draw_costs(rows: Sequence[Row], height: int, legend: bool = True) -> alt.Lay
     ends = (min(values), 1.2 * max(values))
     scale = fixed(ends, log=True)
     y = alt.Y("delta:Q", title="ΔPPL alone", scale=scale, axis=log_axis(ends))
-    seen = [word for word in VERDICTS if any(row["verdict"] == word for row in rows)]
+    seen = seen_verdicts(rows)
     colour = by_name("verdict", seen, [VERDICTS[word] for word in seen])
     colour = colour if legend else colour.legend(None)
-    x, base = block_axis(), alt.Chart()
+    x, base, aside = block_axis(), alt.Chart(), beside(rows)
+    shapes = alt.Scale(domain=[FFN, ATTENTION], range=["circle", "triangle-up"])
+    shape = [alt.Shape("branch:N", scale=shapes, legend=alt.Legend(symbolFillColor=DIM))] if aside else []
     layers = [
-        base.mark_rule(strokeWidth=2, opacity=0.6).encode(x, alt.Y("low:Q", scale=scale), alt.Y2("high:Q"), colour),
-        *dots(rows, 56, x, y, colour),
-        marks(x=x, y=y),
+        base.mark_rule(strokeWidth=2, opacity=0.6).encode(
+            x, alt.Y("low:Q", scale=scale), alt.Y2("high:Q"), colour, *aside
+        ),
+        *dots(rows, 56, x, y, colour, *aside, *shape),
+        marks(x=x, y=y, **({"xOffset": aside[0]} if aside else {})),
     ]
     return overlay(rows, height, *layers)
+
+
+def seen_verdicts(rows: Sequence[Row]) -> list[str]:
+    return [word for word in VERDICTS if any(row["verdict"] == word for row in rows)]
 
 
 def swap(record: Record) -> Chart | None:
@@ -232,31 +279,32 @@ def draw_scatter(rows: Sequence[Row], x: alt.X, y: alt.Y, sized: bool, line: Seq
         ends = inline([{"x": end, "y": end} for end in line])
         equal = alt.Chart(ends).mark_line(color=DIM, strokeDash=[3, 4], strokeWidth=1)
         layers.append(equal.encode(x, y))
-    kinds = [kind for kind in ("blocks", "unsafe blocks") if any(row["kind"] == kind for row in rows)]
-    colours = {"blocks": SERIES[0], "unsafe blocks": UNSAFE}
-    colour = by_name("kind", kinds, [colours[kind] for kind in kinds])
+    kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
+    colour = by_name("kind", kinds, [KINDS[kind][0] for kind in kinds])
+    shapes = alt.Scale(domain=kinds, range=[KINDS[kind][1] for kind in kinds])
+    legend = alt.Legend(columns=len(kinds)) if len(kinds) > 1 else None
+    colour, shape = colour.legend(legend), alt.Shape("kind:N", scale=shapes, legend=legend)
     areas = [alt.Size("size:Q", scale=alt.Scale(range=[30, 500]), legend=None)] if sized else []
     numbers = base.mark_text(align="left", dx=7, dy=-6).encode(x, y, text="label:N")
-    layers += [*dots(rows, 64, x, y, colour, *areas), numbers, marks(x=x, y=y)]
+    layers += [*dots(rows, 64, x, y, colour, shape, *areas), numbers, marks(x=x, y=y)]
     return overlay(rows, 300, *layers)
 
 
 def regimes(record: Record) -> Chart | None:
     rows = []
-    for b in record.blocks:
+    for b in record.branches:
         unsafe = b.verdict == "unsafe"
-        note = (
-            f"block {b.index} · {name_verdict(b.verdict)}\nR²_lin {num(b.r2_lin)}, median feature {num(b.r2_median)}\n"
-        )
+        kinds = (BLOCKS, UNSAFE_BLOCKS) if b.branch == FFN else (ATTENTION, UNSAFE_ATTENTION)
+        note = f"{b.words} · {name_verdict(b.verdict)}\nR²_lin {num(b.r2_lin)}, median feature {num(b.r2_median)}\n"
         note += f"effective rank {num(b.effective_rank, form='.1f')}"
         about: Row = {
-            "kind": "unsafe blocks" if unsafe else "blocks",
+            "kind": kinds[unsafe],
             "label": str(b.index) if unsafe else "",
             "out": False,
         }
         rows.append({"x": b.r2_lin, "y": b.r2_median, "size": b.effective_rank, "note": note, **about})
     points = sorted(
-        clean_rows(rows, "x", "y", "size"), key=lambda row: str(row["kind"])
+        clean_rows(rows, "x", "y", "size"), key=lambda row: str(row["kind"]).startswith("unsafe")
     )  # unsafe ones above all others
     if not points:
         return None
@@ -285,7 +333,7 @@ def residual(record: Record) -> Chart | None:
         note = f"block {index}\nR² {num(result.r2_lin)} → {num(result.r2_poly)}, gain {num(result.gain, '+')}"
         label = str(index) if len(probed) <= FEW else ""
         rows.append(
-            {"x": 1 - result.r2_lin, "y": result.gain, "note": note, "label": label, "kind": "blocks", "out": False}
+            {"x": 1 - result.r2_lin, "y": result.gain, "note": note, "label": label, "kind": BLOCKS, "out": False}
         )
     points = clean_rows(rows, "x", "y")
     if not points:
@@ -304,25 +352,41 @@ def residual(record: Record) -> Chart | None:
 
 def ladder(record: Record) -> Chart | None:
     rows, reached = [], []
-    for b in record.blocks:
+    for b in record.branches:
         if b.ladder:
             steps = zip(b.ladder.ranks, b.ladder.r2, strict=False)
-            notes = ((rank, r2, f"block {b.index}, rank {rank}\nR² {num(r2)}") for rank, r2 in steps if rank > 0)
-            rows += [{"x": rank, "y": r2, "block": b.index, "note": note} for rank, r2, note in notes]
+            notes = ((rank, r2, f"{b.words}, rank {rank}\nR² {num(r2)}") for rank, r2 in steps if rank > 0)
+            rows += [{"x": k, "y": r2, "block": b.index, "branch": b.branch, "note": note} for k, r2, note in notes]
             if b.rank_99 is not None:
-                note = (
-                    f"block {b.index}\nrank {num(b.rank_99)} reaches 99 % of R²_lin\nwith {num(b.rank_99_params)} of "
-                )
+                note = f"{b.words}\nrank {num(b.rank_99)} reaches 99 % of R²_lin\nwith {num(b.rank_99_params)} of "
                 note += f"{num(b.params_before)} parameters"
-                reached.append({"x": max(1, b.rank_99), "y": 0.99 * b.r2_lin, "note": note})
-    points = clean_rows(rows, "x", "y", "block")
+                reached.append({"x": max(1, b.rank_99), "y": 0.99 * b.r2_lin, "branch": b.branch, "note": note})
+    points = by_branch(clean_rows(rows, "x", "y", "block"))
     if not points:
         return None
-    marked = inline(clean_rows(reached, "x", "y"))
-    scale = fixed(r2_ends(points, "y"))
-    ends = (1.0, max(2.0, *(row["x"] for row in points)))
+    marked = by_branch(clean_rows(reached, "x", "y"))
+    everything = [row for found in points.values() for row in found]
+    scale = fixed(r2_ends(everything, "y"))
+    ends = (1.0, max(2.0, *(row["x"] for row in everything)))
+    panels = [
+        draw_ladder(found, marked.get(branch, []), name_panel(branch, points), scale, ends)
+        for branch, found in points.items()
+    ]
+    caption = (
+        "R² of the best map of each rank (reduced-rank regression); the dots mark the rank that reaches 99 % of "
+        f"the full map's. {measured_on(record)}"
+    )
+    drawing = panels[0] if len(panels) == 1 else alt.vconcat(*panels, spacing=14)
+    return finish("ladder", "The rank ladder", caption, f"{R2} by rank, one line per block", drawing)
+
+
+def draw_ladder(
+    rows: Sequence[Row], reached: Sequence[Row], title: str, scale: alt.Scale, ends: tuple[float, float]
+) -> alt.LayerChart:
+    """One line per block, and a dot on each where its rank is enough."""
+    marked = inline(reached)
     x = alt.X("x:Q", title="rank", scale=fixed(ends, log=True), axis=log_axis(ends))
-    y = alt.Y("y:Q", title=R2, scale=scale)
+    y = alt.Y("y:Q", title=title, scale=scale)
     legend = alt.Legend(title="block", titleOrient="left", format="d", tickMinStep=1)
     colour = alt.Color("block:Q", scale=alt.Scale(range=RAMP), legend=legend)
     base = alt.Chart()
@@ -332,9 +396,4 @@ def ladder(record: Record) -> Chart | None:
         marks(x=x, y=y),
         marks(x=x, y=y).properties(data=marked),
     ]
-    caption = (
-        "R² of the best map of each rank (reduced-rank regression); the dots mark the rank that reaches 99 % of "
-        f"the full map's. {measured_on(record)}"
-    )
-    drawing = overlay(points, 260, *layers)
-    return finish("ladder", "The rank ladder", caption, f"{R2} by rank, one line per block", drawing)
+    return overlay(rows, 260 if title == R2 else 200, *layers)

@@ -26,6 +26,8 @@ from compressor.report.formats import (
     SAME_SPEED,
     asked_size,
     block_numbers,
+    branch_numbers,
+    cache_change,
     chosen_elsewhere,
     ends,
     interval,
@@ -37,6 +39,7 @@ from compressor.report.formats import (
     percent,
     ratio_interval,
     ridge_differs,
+    say_cache,
 )
 from compressor.report.record import ProfileSet, Record
 from compressor.report.record_parts import SIZE_CHECK, Block, Sample, TopRow
@@ -90,7 +93,12 @@ COST = Section("swap", "What it costs to replace a block", charted("swap"))
 TOGETHER = Section(
     "together", "Several blocks at once", lambda record, charts: bool(record.swap and record.swap.together)
 )
-SPEED = Section("speed", "Speed", lambda record, charts: record.speed is not None)
+REPLACED = Section(
+    "replaced", "What was replaced", lambda record, charts: bool(record.replaced or record.replaced_attention)
+)
+SPEED = Section(
+    "speed", "Speed", lambda record, charts: bool(record.speed or (record.kv_cache and record.kv_cache.shrinks))
+)
 PROVENANCE = Section("provenance", "Provenance", lambda record, charts: True)
 LINEARITY = (
     Section("regimes", "Two regimes", charted("regimes")),
@@ -101,7 +109,7 @@ LINEARITY = (
     Section("cross", "Learned, not architectural?", charted("cross")),
     Section("agreement", "Predicted against measured", charted("agreement")),
 )
-ASSESSMENT = (WRITING, LOSSES, BLOCKS, COST, TOGETHER, *LINEARITY, SPEED, PROVENANCE)
+ASSESSMENT = (WRITING, LOSSES, BLOCKS, REPLACED, COST, TOGETHER, *LINEARITY, SPEED, PROVENANCE)
 PROFILE = (BLOCKS, TOGETHER, *LINEARITY, PROVENANCE)
 
 
@@ -195,6 +203,7 @@ def environment() -> Environment:
     }
     environment.filters |= filters
     environment.globals |= {"outlier_blocks": outlier_blocks, "change": show_change, "same_speed": SAME_SPEED}
+    environment.globals |= {"branch_numbers": branch_numbers, "cache_change": cache_change}
     return environment
 
 
@@ -224,7 +233,7 @@ def headline(record: Record) -> Answer:
         said += f" ({asked_size(record.budget.remove)})"
     loss, good = say_cost(record)
     nearness, near = say_fidelity(record)
-    sentences, good = [f"{said}{loss}.", *nearness], good and near
+    sentences, good = [f"{said}{loss}.", *nearness, *say_cache(record.kv_cache)], good and near
     failed = [check.name for check in record.checks if not check.passed]
     if failed or record.passed is False:
         good = False
@@ -315,7 +324,7 @@ def list_promises(record: Record) -> list[Promise]:
 
 def outlier_blocks(record: Record) -> list[Block]:
     """The unsafe blocks, with the rows that carry their variance."""
-    return [block for block in record.blocks if block.verdict == "unsafe" and block.top_rows]
+    return [block for block in record.branches if block.verdict == "unsafe" and block.top_rows]
 
 
 def text_around(row: TopRow) -> tuple[str, str, str]:

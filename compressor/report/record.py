@@ -6,7 +6,7 @@ measured is None; keys that this version does not know are kept, for the record 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 import compressor
 from compressor.report.fidelity import Fidelity
 from compressor.report.record_parts import (
+    FFN,
     Attention,
     Block,
     Breakdown,
@@ -114,6 +115,8 @@ class Record(Versioned):
     weights_match: bool | None = None
     # of a check alone
     directory: str | None = None
+    replaced: list[SavedBlock] = Field(default_factory=list)
+    replaced_attention: list[SavedBlock] = Field(default_factory=list)
     tokenizer_sha256: str | None = None
     baseline_written: str | None = None
 
@@ -138,8 +141,13 @@ class Record(Versioned):
 
     @property
     def branches(self) -> list[Block]:
-        """FFNs and attention together, in order of depth."""
-        return sorted([*self.blocks, *self.attention], key=lambda block: block.depth)
+        """FFNs and attention together in order of depth, the attention of a layer before its FFN."""
+        return sorted([*self.attention, *self.blocks], key=lambda block: block.index)
+
+    @property
+    def listed(self) -> list[Block]:
+        """What a table of results lists: every FFN, and the attention that was replaced, in order of depth."""
+        return [b for b in self.branches if b.branch == FFN or b.replacement.kind != "keep"]
 
     def with_parts(self, **parts: Any) -> Record:
         """The record with these parts set or replaced."""
@@ -177,10 +185,12 @@ def read_record(directory: Path) -> Record | SavedRecord:
         raise InputError(f"{file} is not a compression record of schema 1: {list_mistakes(error)}") from error
 
 
-def by_verdict(blocks: Sequence[Block]) -> dict[Verdict | None, list[int]]:
+def by_verdict(blocks: Iterable[Block]) -> dict[Verdict | None, list[int]]:
     """Block indices by verdict; None are the undecided ones."""
-    words: tuple[Verdict | None, ...] = ("safe", "costly", "unsafe", None)
-    return {word: [block.index for block in blocks if block.verdict == word] for word in words}
+    found: dict[Verdict | None, list[int]] = {"safe": [], "costly": [], "unsafe": [], None: []}
+    for block in blocks:
+        found[block.verdict].append(block.index)
+    return found
 
 
 def weights_match(record: Record | SavedRecord, sha256: str | None) -> bool | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,6 +14,7 @@ from compressor.report.part import Part as Part
 from compressor.report.part import present as present
 
 Verdict = Literal["safe", "costly", "unsafe"]
+FFN, ATTENTION = "FFN", "attention"
 
 
 class Tool(Part):
@@ -199,27 +200,31 @@ class Block(BlockFigures):
     trained: Trained | None = None
     cross: Crossing | None = None
 
+    branch: ClassVar[str] = FFN
+
     @property
     def name(self) -> str:
         """What the block is called in tables."""
         return str(self.index)
 
     @property
-    def depth(self) -> tuple[int, int]:
-        """Where the block stands among all blocks, attention before the FFN of its layer."""
-        return self.index, 1
+    def words(self) -> str:
+        """What the block is called in sentences."""
+        return f"block {self.index}"
 
 
 class Attention(Block):
     """The attention of one layer, whose number is `index`."""
+
+    branch: ClassVar[str] = ATTENTION
 
     @property
     def name(self) -> str:
         return f"{self.index} attention"
 
     @property
-    def depth(self) -> tuple[int, int]:
-        return self.index, 0
+    def words(self) -> str:
+        return f"attention {self.index}"
 
 
 class SavedBlock(Part):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from compressor.report.part import Figure, Part
-from compressor.report.record_parts import PerplexityChange, Removal
+from compressor.report.record_parts import ATTENTION, PerplexityChange, Removal
 
 
 class Prediction(Part):
@@ -28,6 +28,12 @@ class Agreement(Part):
     kl_rank_correlation: Figure | None = None
     blocks: list[Prediction]
     attention: list[Prediction] = Field(default_factory=list)
+
+    @property
+    def named(self) -> list[tuple[Prediction, str]]:
+        """Every prediction and what its block is called in tables, in order of depth."""
+        found = [(p, f"{p.index} {ATTENTION}") for p in self.attention] + [(p, str(p.index)) for p in self.blocks]
+        return sorted(found, key=lambda pair: pair[0].index)
 
 
 class TriedPlan(Part):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from compressor.report.part import Count, Figure, Interval, Part
 
 
@@ -10,7 +14,7 @@ class KVCache(Part):
 
     bytes_per_token_before: Count | None = None
     bytes_per_token_after: Count | None = None
-    dtype: str = ""
+    dtype: Annotated[str, Field(pattern=r"^[a-z0-9_]{0,32}$")] = ""
 
     @property
     def shrinks(self) -> bool:

@@ -6,9 +6,19 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from compressor.report.formats import block_numbers, ends, last_part, name_verdict, num, percent, ridge_differs
+from compressor.report.formats import (
+    MISSING,
+    block_numbers,
+    ends,
+    last_part,
+    list_branches,
+    name_verdict,
+    num,
+    percent,
+    ridge_differs,
+)
 from compressor.report.record import ProfileSet, Record, by_verdict, profiles_of
-from compressor.report.record_parts import CrossSummary, Probes, Shape, Together, present
+from compressor.report.record_parts import ATTENTION, Block, CrossSummary, Probes, Shape, Together, present
 from compressor.report.tables import make_table, notes, warning_lines
 
 
@@ -19,7 +29,7 @@ def answer(record: Record) -> list[str]:
     if record.swap and together:
         savings = ", ".join(
             f"{percent(trial.removed_fraction)} for {num(trial.delta, '+', '.2f')} "
-            f"({'block' if len(trial.blocks) == 1 else 'blocks'} {block_numbers(trial.blocks)})"
+            f"({list_branches(trial.blocks, trial.attention)})"
             for trial in affordable(together)
         )
         where = f"{num(record.swap.tokens)} tokens in windows of {num(record.swap.seq_len)}"
@@ -32,20 +42,33 @@ def answer(record: Record) -> list[str]:
         block_numbers(indices) or "none" for indices in by_verdict(record.blocks).values()
     )
     more = "" if undecided == "none" else f" Undecided, for too few rows were fitted: {undecided}."
-    return [*lines, f"Safe: {safe}. Costly: {costly}.{more}", f"Not to be touched: {unsafe}."]
+    lines.append(f"Safe: {safe}. Costly: {costly}.{more}")
+    if record.attention:
+        of_attention = by_verdict(record.attention)
+        lines.append(
+            "Attention: "
+            + ", ".join(
+                f"{len(found)} {name_verdict(word)}" + (f" ({block_numbers(found)})" if found else "")
+                for word, found in of_attention.items()
+                if found or word
+            )
+            + "."
+        )
+        unsafe += f"; attention {block_numbers(of_attention['unsafe']) or 'none'}"
+    return [*lines, f"Not to be touched: {unsafe}."]
 
 
 def predicted_savings(record: Record) -> str:
     """What the three cheapest blocks save and are predicted to cost as linear maps; empty without predictions."""
     whole = record.parameters.before
     costs = [
-        (block.predicted_dloss, block.params_before - block.linear_params, block.index)
-        for block in record.blocks
+        (block.predicted_dloss, block.params_before - block.linear_params, block.words)
+        for block in record.branches
         if block.verdict != "unsafe" and block.predicted_dloss is not None and block.linear_params is not None
     ]
     return ", ".join(
-        f"{percent(saved / whole if whole else None)} for {num(cost)} nats per token (block {index})"
-        for cost, saved, index in sorted(costs, key=lambda entry: entry[0])[:3]
+        f"{percent(saved / whole if whole else None)} for {num(cost)} nats per token ({words})"
+        for cost, saved, words in sorted(costs, key=lambda entry: entry[0])[:3]
     )
 
 
@@ -54,10 +77,11 @@ def affordable(trials: Sequence[Together]) -> Sequence[Together]:
     return [trial for trial in trials if trial.delta < trial.baseline / 3] or trials[:1]
 
 
-def shape_line(shape: Shape) -> str:
+def shape_line(shape: Shape, of: str = "") -> str:
+    """How R²_lin runs over depth; `of` says of what, where it is not the FFNs."""
     depth = num(shape.rank_correlation_with_depth, form=".2f")
     return (
-        f"R²_lin from {num(shape.lowest)} to {num(shape.highest)} (median {num(shape.median)}); it turns "
+        f"{of}R²_lin from {num(shape.lowest)} to {num(shape.highest)} (median {num(shape.median)}); it turns "
         f"{shape.turns} times over depth, rank correlation with depth {depth}, largest step between neighbours "
         f"{num(shape.largest_jump)} (after block {num(shape.largest_jump_after)})"
     )
@@ -66,10 +90,12 @@ def shape_line(shape: Shape) -> str:
 def finding_lines(record: Record) -> list[str]:
     """What the profile over depth, the trials, the corpora, the probes and the second model say, a line each."""
     lines = [shape_line(record.shape)] if record.shape else []
+    lines += [shape_line(record.attention_shape, "attention: ")] if record.attention_shape else []
     if record.swap:
+        swapped = sum(block.swap is not None for block in record.branches)
         lines.append(
             f"replacing each block alone cost {num(record.swap.ratio, form='.2f')} of one whole evaluation per block "
-            f"({num(record.swap.seconds, form='.0f')} s for {len(record.blocks)} blocks); rank correlation with what "
+            f"({num(record.swap.seconds, form='.0f')} s for {swapped} blocks); rank correlation with what "
             f"gradients predict {num(record.swap.predicted_rank_correlation, form='.2f')}"
         )
     lines += [
@@ -141,15 +167,21 @@ def profile_lines(record: Record | ProfileSet) -> list[str]:
 
 
 def profile_tables(record: Record | ProfileSet) -> list[Table]:
-    """One table per model: a line per block."""
+    """One table per model, and one of its attention: a line per block."""
     profiles = profiles_of(record)
-    return [profile_table(p, last_part(p.source.model) if len(profiles) > 1 else None) for p in profiles]
+    tables = []
+    for profile in profiles:
+        name = last_part(profile.source.model) if len(profiles) > 1 else None
+        tables.append(profile_table(profile.blocks, name))
+        if profile.attention:
+            tables.append(profile_table(profile.attention, f"{name}, {ATTENTION}" if name else ATTENTION))
+    return tables
 
 
-def profile_table(record: Record, title: str | None) -> Table:
-    swapped = any(block.swap for block in record.blocks)
+def profile_table(blocks: Sequence[Block], title: str | None) -> Table:
+    swapped = any(block.swap for block in blocks)
     cost = ["ΔPPL alone", "95 % interval"] if swapped else ["predicted nats"]
-    ridge = ridge_differs(record.blocks)
+    ridge = ridge_differs(blocks)
     linearity = [
         "R²_lin",
         "95 % interval",
@@ -161,10 +193,11 @@ def profile_table(record: Record, title: str | None) -> Table:
         "condition",
     ]
     table = make_table(["block", *linearity, *cost, "verdict"], left=["verdict"], title=title)
-    for block in record.blocks:
-        if swapped:
-            swap = present(block.swap)
+    for block in blocks:
+        if swap := block.swap:
             cost = [f"{swap.delta:+.2f}", f"{swap.delta_ci95[0]:+.2f} … {swap.delta_ci95[1]:+.2f}"]
+        elif swapped:  # it overflowed
+            cost = [MISSING, MISSING]
         else:
             cost = [f"{present(block.predicted_dloss):.4f}"]
         table.add_row(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -14,13 +15,15 @@ from compressor.report.formats import (
     MISSING,
     SAME_SPEED,
     asked_size,
+    block_numbers,
+    cache_words,
     chosen_elsewhere,
     ends,
     name_replacement,
     name_verdict,
     ratio_interval,
 )
-from compressor.report.record import Record, SavedRecord
+from compressor.report.record import Record, SavedRecord, by_verdict
 from compressor.report.record_parts import (
     SIZE_CHECK,
     Block,
@@ -28,6 +31,7 @@ from compressor.report.record_parts import (
     Check,
     Parameters,
     PerplexityChange,
+    SavedBlock,
     TaskResult,
     TextResult,
     present,
@@ -47,13 +51,13 @@ def make_table(columns: Iterable[str], left: Iterable[str], title: str | None = 
 
 
 def block_table(record: Record) -> Table:
-    """One line per block: how linear it is, its verdict, and what stands there now."""
+    """One line per FFN and per attention that changed: how linear it is, its verdict, and what stands there now."""
     columns = ("block", "R²_lin", "95 % interval", "stream R²", "top rows", "verdict", "replacement", "parameters")
     table = make_table(columns, left=("verdict", "replacement"))
-    for block in record.blocks:
+    for block in record.listed:
         before, after = block.params_before, block.params_after
         table.add_row(
-            str(block.index),
+            block.name,
             f"{block.r2_lin:.3f}",
             ends(block.r2_lin_ci95),
             f"{block.r2_stream:.3f}",
@@ -67,8 +71,21 @@ def block_table(record: Record) -> Table:
 
 
 def notes(record: Record) -> list[str]:
-    """Which blocks are unsafe, why, and what of them was kept."""
+    """Which FFNs are unsafe, why, and what of them was kept."""
     return [note_unsafe(block) for block in record.blocks if block.verdict == "unsafe"]
+
+
+def attention_lines(record: Record) -> list[str]:
+    """How many attentions are safe, costly and unsafe, and how many were replaced."""
+    if not record.attention:
+        return []
+    found = by_verdict(record.attention)
+    counts = [f"{len(indices)} {name_verdict(word)}" for word, indices in found.items() if indices or word]
+    unsafe = f" ({block_numbers(found['unsafe'])})" if found["unsafe"] else ""
+    replaced = sum(block.replacement.kind != "keep" for block in record.attention)
+    more = f"; {replaced} of {len(record.attention)} replaced ({list_kinds(record.attention)})" if replaced else ""
+    counts[2] += unsafe
+    return [f"attention: {', '.join(counts)}{more}"]
 
 
 def note_unsafe(block: Block) -> str:
@@ -95,6 +112,12 @@ def parameters_line(parameters: Parameters, budget: Budget | None) -> str:
     fraction = present(parameters.removed_fraction)
     asked = f"; {asked_size(budget.remove)}" if budget and budget.remove else ""
     return f"parameters {before:,} → {after:,}  (−{removed:,}, {fraction:.2%} of the model{asked})"
+
+
+def size_lines(record: Record | SavedRecord) -> list[str]:
+    """How many parameters and bytes of key-value cache are gone."""
+    sizes = [parameters_line(record.parameters, record.budget)] if isinstance(record, Record) else []
+    return [*sizes, *filter(None, [cache_words(record.kv_cache)])]
 
 
 def text_lines(record: Record) -> list[str]:
@@ -221,7 +244,10 @@ def size_row(check: Check, parameters: Parameters) -> list[str]:
 
 
 def baseline_row(check: Check) -> list[str]:
-    measured, limit = (MISSING if value is None else f"{value:.4f}" for value in (check.measured, check.limit))
+    measured, limit = (
+        MISSING if value is None else f"{value:.4f}" if abs(value) < 1e3 else f"{value:,.0f}"
+        for value in (check.measured, check.limit)
+    )
     figures = ["", measured] if check.name.endswith("compressed") else [measured, ""]
     return [check.name, *figures, "", "", limit, name_outcome(check.passed)]
 
@@ -230,7 +256,8 @@ def plan_lines(record: Record, file: Path) -> list[str]:
     selection = [f"selection {name}: {perplexity_line(change)}" for name, change in record.selection.items()]
     selection += [f"selection {name}: {text.fidelity}" for name, text in record.selection.items() if text.fidelity]
     size = parameters_line(record.parameters, record.budget)
-    return [*notes(record), *warning_lines(record), *agreement_lines(record), *selection, size, f"plan: {file}"]
+    about = [*notes(record), *attention_lines(record), *warning_lines(record), *agreement_lines(record)]
+    return [*about, *selection, size, f"plan: {file}"]
 
 
 def frontier_table(record: Record) -> Table:
@@ -271,9 +298,10 @@ def frontier_lines(record: Record, file: Path) -> list[str]:
 def result_lines(record: Record) -> list[str]:
     """What a run of the whole job came to."""
     figures = [*text_lines(record), *task_lines(record), *generation_lines(record), *breakdown_lines(record)]
-    size = [parameters_line(record.parameters, record.budget), *speed_lines(record)]
+    size = [*size_lines(record), *speed_lines(record)]
     done = [time_line(record.timings), f"written to {record.out}"]
-    return [*notes(record), *agreement_lines(record), *warning_lines(record), *figures, *size, *done]
+    about = [*notes(record), *attention_lines(record), *agreement_lines(record), *warning_lines(record)]
+    return [*about, *figures, *size, *done]
 
 
 def warning_lines(record: Record) -> list[str]:
@@ -315,7 +343,7 @@ def agreement_lines(record: Record) -> list[str]:
     agreement = record.agreement
     if agreement is None or agreement.rank_correlation is None:
         return []
-    blocks, correlation = len(agreement.blocks), f"{agreement.rank_correlation:.2f}"
+    blocks, correlation = len(agreement.blocks) + len(agreement.attention), f"{agreement.rank_correlation:.2f}"
     if agreement.kl_rank_correlation is None:
         return [f"predicted against measured Δloss over {blocks} blocks: rank correlation {correlation}"]
     return [
@@ -335,7 +363,8 @@ def check_lines(record: Record) -> list[str]:
         f"{where}; {held} must be inside the limit",
         *generation_lines(record),
         *breakdown_lines(record),
-        parameters_line(record.parameters, record.budget),
+        *replaced_lines(record.replaced, record.replaced_attention),
+        *size_lines(record),
         *warning_lines(record),
         *(f"FAILED {check.name}: {check.detail}" for check in failed),
         *written,
@@ -352,13 +381,32 @@ def info_lines(record: Record | SavedRecord) -> list[str]:
         return [
             *lines,
             *notes(record),
+            *attention_lines(record),
             *figures,
-            parameters_line(record.parameters, record.budget),
+            *size_lines(record),
             *weights_lines(record),
         ]
-    replaced = [f"{block.path}: {name_replacement(block.replacement)}" for block in record.blocks]
+    replaced = [f"{b.path}: {name_replacement(b.replacement)}" for b in (*record.attention, *record.blocks)]
     unmeasured = "no measurements are recorded: it was saved through the Python API"
-    return [*lines, *replaced, unmeasured, *weights_lines(record)]
+    return [*lines, *replaced, *size_lines(record), unmeasured, *weights_lines(record)]
+
+
+def replaced_lines(blocks: Sequence[SavedBlock], attention: Sequence[SavedBlock]) -> list[str]:
+    """What is replaced in a checkpoint, counted by kind."""
+    counted = [f"{name_count(len(blocks), 'FFN')} ({list_kinds(blocks)})"] if blocks else []
+    if attention:
+        counted.append(f"the attention of {name_count(len(attention), 'layer')} ({list_kinds(attention)})")
+    return [f"replaced: {' and '.join(counted)}"] if counted else []
+
+
+def name_count(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def list_kinds(blocks: Sequence[Block | SavedBlock]) -> str:
+    """How many blocks were replaced by what: `2 hybrid, 1 pruned`."""
+    kinds = Counter(block.replacement.kind for block in blocks if block.replacement.kind != "keep")
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
 
 
 def weights_lines(record: Record | SavedRecord) -> list[str]:

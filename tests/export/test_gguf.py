@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from conftest import Compress, Refused
+from runtimes import check_in_llamacpp, read_gguf
 from zoo import (
     CHAT_TEMPLATE,
     LINEAR_SHAPES,
     LLAMA_TYPED,
     SHAPES,
     TEXT,
-    VOCAB,
     compressed,
     save_compressed,
     tiny_tokenizer,
@@ -38,34 +36,6 @@ KINDS = {
 }
 
 
-def read(file: Path) -> Any:
-    import gguf
-
-    return gguf.GGUFReader(file)
-
-
-@torch.no_grad()
-def expected_log_probabilities(model: Any, ids: list[int]) -> torch.Tensor:
-    log_probabilities = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
-    return log_probabilities.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
-
-
-def check_in_llamacpp(model: Any, file: Path, off: float = 1e-4) -> None:
-    """Greedy tokens equal, log-probabilities within the tolerance, perplexity equal to 0.1 %."""
-    ids = torch.randint(1, VOCAB, (40,), generator=torch.Generator().manual_seed(5)).tolist()
-    expected = expected_log_probabilities(model, ids)
-    with torch.no_grad():
-        greedy = model.generate(torch.tensor([ids[:20]]), max_new_tokens=24, do_sample=False)[0, 20:].tolist()
-    with Runner(file) as run:
-        measured = torch.tensor(run.log_probabilities(ids), dtype=torch.float64)
-        continued = run.continue_greedily(ids[:20], 24)
-    assert (measured - expected).abs().max() < off
-    assert math.exp(expected.mean() - measured.mean()) == pytest.approx(1, abs=1e-3)
-    end = model.generation_config.eos_token_id
-    stop = greedy.index(end) if end in greedy else len(greedy)
-    assert [token for token in continued if token != end] == greedy[:stop]
-
-
 @pytest.mark.parametrize("shapes", [SHAPES, LINEAR_SHAPES], ids=["every part", "linear"])
 @pytest.mark.parametrize("family", LLAMA_TYPED)
 def test_every_llama_type_in_llamacpp(family: str, shapes: Any, tmp_path: Path) -> None:
@@ -83,7 +53,7 @@ def test_every_kind_of_replacement_beside_blocks_that_stay(kind: str, tmp_path: 
     llama = convert_to_llama(model, multiple=MULTIPLE, keep_original_widths=True)
     write_gguf(llama, tiny_tokenizer(), tmp_path / "model.gguf", "f32", kind)
     check_in_llamacpp(model, tmp_path / "model.gguf")
-    widths = read(tmp_path / "model.gguf").get_field("deci.feed_forward_length").contents()
+    widths = read_gguf(tmp_path / "model.gguf").get_field("deci.feed_forward_length").contents()
     assert widths == [48, 64 if kind == "linear and neurons" else 32, 48]
 
 
@@ -93,7 +63,7 @@ def test_the_weights_are_what_was_asked_for(compress: Compress, dtype: str, tmp_
     file = tmp_path / "model.gguf"
     done = compress("export", tmp_path / "small", "--to", "gguf", "--out", file, "--dtype", dtype, "--json")
     assert done.code == 0, done.err
-    tensors = {tensor.name: tensor for tensor in read(file).tensors}
+    tensors = {tensor.name: tensor for tensor in read_gguf(file).tensors}
     kinds = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
     assert {kind for name, kind in kinds.items() if tensors[name].shape.size == 2} == {dtype.upper()}
     assert {kind for name, kind in kinds.items() if tensors[name].shape.size == 1} == {"F32"}
@@ -115,7 +85,7 @@ def zero_biases(model: Any) -> int:
 def test_vocabulary_template_and_ends_come_along(compress: Compress, tmp_path: Path) -> None:
     save_compressed(tmp_path / "small", "llama")
     assert compress("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "model.gguf").code == 0
-    tokenizer, reader = tiny_tokenizer(), read(tmp_path / "model.gguf")
+    tokenizer, reader = tiny_tokenizer(), read_gguf(tmp_path / "model.gguf")
     assert reader.get_field("general.architecture").contents() == "deci"
     assert reader.get_field("tokenizer.chat_template").contents() == CHAT_TEMPLATE
     assert reader.get_field("tokenizer.ggml.eos_token_id").contents() == tokenizer.eos_token_id
@@ -143,7 +113,7 @@ def test_what_is_stored_is_what_was_folded(tmp_path: Path) -> None:
     model = compressed("llama", SHAPES)
     llama = convert_to_llama(model, multiple=MULTIPLE, keep_original_widths=True)
     write_gguf(llama, tiny_tokenizer(), tmp_path / "model.gguf", "f32", "t")
-    tensors = {tensor.name: np.array(tensor.data) for tensor in read(tmp_path / "model.gguf").tensors}
+    tensors = {tensor.name: np.array(tensor.data) for tensor in read_gguf(tmp_path / "model.gguf").tensors}
     layer = llama.model.model.layers[1]
     for name, module in (("gate", layer.mlp.gate_proj), ("up", layer.mlp.up_proj), ("down", layer.mlp.down_proj)):
         assert np.array_equal(tensors[f"blk.1.ffn_{name}.weight"], module.weight.numpy())

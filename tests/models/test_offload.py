@@ -18,6 +18,8 @@ from zoo import (
     REPRESENTATIVE,
     SHAPES,
     Shape,
+    attention_shapes,
+    find_branches,
     logits,
     random_replacement,
     save_tiny,
@@ -148,8 +150,9 @@ def test_what_is_written_is_the_same_file_for_file(family: str, shard: str, tmp_
     places = []
     for low_memory in (False, True):
         model, tokenizer = load_model(str(source), low_memory=low_memory)
-        blocks = find_blocks(model)
-        patch(model, blocks, {i: random_replacement(blocks[i], shape, model) for i, shape in SHAPES.items()})
+        blocks, shapes = find_branches(model), SHAPES | attention_shapes(family)
+        fits = {index: random_replacement(blocks[index], shape, model) for index, shape in shapes.items()}
+        patch(model, list(blocks.values()), fits)
         places.append(tmp_path / f"out-{low_memory}")
         places[-1].mkdir()
         write_checkpoint(model, tokenizer, places[-1], dtype=torch.float16, max_shard_size=shard)

@@ -14,7 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-from zoo import FAMILIES, LINEAR_SHAPES, REPRESENTATIVE, SHAPES, compressed, logits, stored, tokens, write
+from zoo import (
+    FAMILIES,
+    LINEAR_SHAPES,
+    REPRESENTATIVE,
+    SHAPES,
+    attention_shapes,
+    compressed,
+    logits,
+    stored,
+    tokens,
+    write,
+)
 
 from compressor.modeling_compressor import FILE_NAME, CompressedModelForCausalLM
 from compressor.patch.tree import specs
@@ -25,11 +36,11 @@ Results = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Tensor]]:
-    """Every family with replacements of every part: its directory and the logits of the model in memory."""
+    """Every family with replacements of every part, also of attention: its directory and its logits in memory."""
     root = tmp_path_factory.mktemp("checkpoints")
     written = {}
     for number, family in enumerate(FAMILIES):
-        model = compressed(family, SHAPES if number % 4 else LINEAR_SHAPES)
+        model = compressed(family, (SHAPES if number % 4 else LINEAR_SHAPES) | attention_shapes(family))
         written[family] = (write(model, root / family), logits(model))
     return written
 
@@ -131,6 +142,6 @@ def test_the_bare_backbone_loads(family: str, checkpoints: dict[str, tuple[Path,
     directory, _ = checkpoints[family]
     whole = AutoModelForCausalLM.from_pretrained(directory)
     backbone = AutoModel.from_pretrained(directory)
-    assert len(specs(backbone)) == len(SHAPES)
+    assert len(specs(backbone)) == len(SHAPES) + len(attention_shapes(family))
     expected = whole.base_model(tokens()).last_hidden_state
     torch.testing.assert_close(backbone(tokens()).last_hidden_state, expected, rtol=0, atol=1e-6)

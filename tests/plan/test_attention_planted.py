@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
+from planted import LinearFFN
+from planted_attention import (
+    EVERY,
+    TRIGGERS,
+    attend_to_itself,
+    induction_model,
+    loud_model,
+    repetitive_text,
+    sampled_text,
+    unit_views,
+)
 from torch import Tensor
 
+import compressor
+from compressor.evaluate.perplexity import evaluate
 from compressor.measure.moments import Moments
+from compressor.measure.profile import measure
+from compressor.modeling_compressor import KeptHeads
+from compressor.models.blocks import AttentionOf
+from compressor.patch.tree import patched
+from compressor.plan.choices import Choices
+from compressor.plan.search import Plan, prepare_search
 from compressor.plan.selection import Elimination, ScaledMoments, eliminate, refit, scale_moments, spread_units
+from compressor.plan.shapes import Shape
+from compressor.runtime.context import RunContext
+from compressor.text import Text
 
 UNITS, COLUMNS, WIDTH, ROWS = 5, 3, 6, 700
 
@@ -162,3 +185,140 @@ def test_a_unit_that_is_linear_in_x_costs_nothing_beside_x_and_only_there() -> N
     assert int(beside.order[0]) == 2
     fewer = next(subset for subset in beside.subsets if len(subset.kept) == UNITS - 1)
     assert fewer.errors[COLUMNS].item() <= 1e-7 * beside.total < 1e-3 * beside.total < fewer.errors[COLUMNS - 1].item()
+
+
+ATTENTION = Choices(branches=("attention",))
+GROUPED = {"num_attention_heads": 8, "num_key_value_heads": 4}  # four units of two query heads
+
+
+def find_plan(model: Any, text: Text, max_dppl: str, choices: Choices = ATTENTION, confidence: float = 0.95) -> Plan:
+    profile = measure(model, text, branches=choices.branches)
+    context = RunContext(confidence=confidence)
+    return compressor.plan(model, profile, text, max_dppl=max_dppl, choices=choices, context=context)
+
+
+def kept_units(plan: Plan, layer: int) -> set[int]:
+    module = plan.fits[AttentionOf(layer)]
+    return set(module.heads) if isinstance(module, KeptHeads) else set()
+
+
+def verification_perplexity(model: Any, text: Text) -> float:
+    return evaluate(model, text.verification.windows).perplexity
+
+
+def assert_applies_for_nothing(model: Any, plan: Plan, text: Text) -> None:
+    """The plan costs next to nothing on the selection text, and in the patched model on the verification text."""
+    change = plan.selection["text"]
+    assert change.delta == pytest.approx(0, abs=1e-5 * change.baseline)
+    before = verification_perplexity(model, text)
+    compressor.apply(model, plan, text)
+    assert verification_perplexity(model, text) == pytest.approx(before, rel=1e-5)
+
+
+@pytest.mark.parametrize(("family", "settings"), [("gpt2", {}), ("llama-bias", GROUPED), ("llama", GROUPED)])
+def test_a_copy_a_dead_and_a_constant_unit_are_removed_for_nothing(family: str, settings: dict[str, Any]) -> None:
+    """In Llamas without biases a constant is nothing at all. No other unit goes, in this layer or another."""
+    model = loud_model(family, **settings)
+    views = unit_views(model, 1)
+    views.copy(0, 1)
+    views.silence(2)
+    views.empty(3)
+    text = sampled_text(model)
+    plan = find_plan(model, text, "0.01%")
+    assert plan.shapes == {AttentionOf(1): Shape(0, 1)}
+    assert kept_units(plan, 1) < {0, 1}
+    assert_applies_for_nothing(model, plan, text)
+
+
+@pytest.mark.parametrize("unit", [1, 2, 3])
+def test_a_unit_whose_values_are_nothing_goes_alone(unit: int) -> None:
+    model = loud_model("gpt2")
+    unit_views(model, 2).silence(unit)
+    plan = find_plan(model, sampled_text(model), "0.01%")
+    assert plan.shapes == {AttentionOf(2): Shape(0, 3)}
+    assert kept_units(plan, 2) == {0, 1, 2, 3} - {unit}
+
+
+@pytest.mark.parametrize("rank", [32, 3])
+@pytest.mark.parametrize("family", ["llama-bias", "gpt_neo"])
+def test_attention_that_is_linear_becomes_a_map_of_its_rank_for_nothing(family: str, rank: int) -> None:
+    """Every token attends to itself alone: through its rotations in a Llama, by a window of one token in a GPT-Neo."""
+    model = loud_model(family) if family == "llama-bias" else loud_model(family, window_size=1)
+    if family == "llama-bias":
+        attend_to_itself(model, 1)
+    if rank < 32:
+        unit_views(model, 1).limit_rank(rank)
+    text = sampled_text(model)
+    r2 = {p.block.index: p.r2_lin for p in measure(model, text, branches=("attention",)).branches}
+    assert r2.pop(AttentionOf(1)) == pytest.approx(1.0, abs=1e-6)
+    assert max(r2.values()) < 0.9
+    plan = find_plan(model, text, "0.01%")
+    assert set(plan.shapes) == {AttentionOf(1)}
+    shape = plan.shapes[AttentionOf(1)]
+    assert shape.neurons == 0
+    assert shape.rank is None if rank == 32 else shape.rank is not None and rank <= shape.rank < 8
+    assert_applies_for_nothing(model, plan, text)
+
+
+def test_where_all_attention_is_linear_the_first_layer_keeps_a_unit() -> None:
+    """For a cache asks its first layer for the length."""
+    model = loud_model("mistral", sliding_window=1)
+    text = sampled_text(model)
+    plan = find_plan(model, text, "0.01%")
+    assert {index for index, shape in plan.shapes.items() if not shape.neurons} == {AttentionOf(1), AttentionOf(2)}
+    assert AttentionOf(0) not in plan.shapes or plan.shapes[AttentionOf(0)].neurons
+    assert_applies_for_nothing(model, plan, text)
+
+
+def event_losses(model: Any, text: Text) -> Tensor:
+    """Nats of the verification tokens that only the induction head can predict."""
+    windows = text.verification.windows[EVERY // 2 :: EVERY]
+    triggered = (windows[:, :-1] >= 1) & (windows[:, :-1] <= TRIGGERS)
+    assert triggered.sum(1).unique().tolist() == [2]
+    return evaluate(model, windows).nats[triggered].reshape(-1, 2)[:, 1]
+
+
+def test_an_induction_head_is_kept_by_a_budget_that_its_loss_would_break() -> None:
+    """It matters for one token in a thousand, and no gradient says so: the model is sure of that token with it. Dead,
+    constant and copied heads beside it, and in the layer that it relies on, go for nothing."""
+    model, text, budget = induction_model(), repetitive_text(), 0.2
+    before = verification_perplexity(model, text)
+    assert event_losses(model, text).max() < 0.01
+    space = prepare_search(model, text, RunContext(), ATTENTION)
+    gone = next(c for c in space.candidates[AttentionOf(2)].candidates if c.shape == Shape(0))
+    assert gone.damage < 0.01 * math.log1p(budget / before)  # so nothing but a trial can tell
+    with patched(model, space.runner.blocks, space.runner.fitter.fit_at_once({AttentionOf(2): Shape(0)})):
+        assert verification_perplexity(model, text) - before > budget
+        assert event_losses(model, text).min() > 5
+
+    plan = find_plan(model, text, str(budget))
+    assert plan.shapes == {AttentionOf(layer): Shape(0, 1) for layer in range(3)}
+    assert kept_units(plan, 1) < {0, 1}
+    assert kept_units(plan, 2) == {0}
+    assert_applies_for_nothing(model, plan, text)
+    assert event_losses(model, text).max() < 0.01
+
+
+def test_an_induction_head_goes_where_the_text_does_not_need_it() -> None:
+    plan = find_plan(induction_model(), repetitive_text(events=False), "0.2")
+    assert kept_units(plan, 2) == set()
+
+
+def test_an_induction_head_goes_where_the_budget_allows_its_loss() -> None:
+    """By the point estimate: the interval of a loss that three windows carry is wide."""
+    plan = find_plan(induction_model(), repetitive_text(), "2.0", confidence=0)
+    assert kept_units(plan, 2) == set()
+    assert plan.selection["text"].delta > 0.2
+
+
+def test_attention_and_ffns_are_searched_together() -> None:
+    """A dead unit and an FFN that is linear: each is found in its own branch, in one plan."""
+    model = loud_model("gpt2")
+    unit_views(model, 1).silence(2)
+    model.transformer.h[2].mlp = LinearFFN(rank=5)
+    text = sampled_text(model)
+    plan = find_plan(model, text, "0.01%", Choices())
+    assert set(plan.shapes) == {AttentionOf(1), 2}
+    assert kept_units(plan, 1) == {0, 1, 3}
+    assert plan.shapes[2].neurons == 0
+    assert_applies_for_nothing(model, plan, text)

@@ -172,6 +172,50 @@ def profile_values(blocks: int = 30) -> Values:
     }
 
 
+HEADS = {"units": 3, "query_heads_per_unit": 3}
+REPLACED_ATTENTION: list[Values] = [
+    {"kind": "keep", "rank": None, "heads": None, **HEADS},
+    {"kind": "linear", "rank": None, "heads": 0, "kept_heads": [], **HEADS},
+    {"kind": "hybrid", "rank": 24, "heads": 2, "kept_heads": [0, 2], **HEADS},
+    {"kind": "keep", "rank": None, "heads": None, **HEADS},
+    {"kind": "pruned", "rank": 0, "heads": 1, "kept_heads": [1], **HEADS},
+]
+
+
+def make_attention(index: int, count: int) -> Values:
+    """The attention of a layer, less linear than its FFN; the first two layers' are not to be touched."""
+    replacement = REPLACED_ATTENTION[index % len(REPLACED_ATTENTION)]
+    verdict = "unsafe" if index < 2 else ("costly", "costly", "safe")[index % 3]
+    if verdict == "unsafe":
+        replacement = REPLACED_ATTENTION[0]
+    r2 = 0.45 + 0.12 * math.cos(2.7 * index) - 0.1 * index / count
+    sizes = {"keep": 147456, "linear": 36864, "hybrid": 107520, "pruned": 49152}
+    return {
+        **make_block(index, count),
+        **{"path": f"transformer.h.{index}.attn", "verdict": verdict, "reason": f"attention {index}"},
+        **{"r2_lin": r2, "r2_lin_ci95": [r2 - 0.02, r2 + 0.02], "r2_stream": r2 + 0.04, "r2_median": r2 - 0.1},
+        **{"params_before": 147456, "params_after": sizes[replacement["kind"]], "linear_params": 36864},
+        "replacement": replacement,
+        "ladder": {"ranks": [0, 1, 8, 64, 192], "r2": [-0.001, 0.1 * r2, 0.5 * r2, 0.95 * r2, r2]},
+        "swap": {**change((7.0 if index < 2 else 0.3) + 0.15 * (index % 5), 20.65), "nats": 0.05},
+    }
+
+
+def with_attention(values: Values) -> Values:
+    """The same record with attention in it."""
+    count = len(values["blocks"])
+    attention = [make_attention(index, count) for index in range(count)]
+    for trial in values["swap"]["together"]:
+        trial["attention"] = [4]
+    for corpus in values.get("corpora", []):
+        corpus["attention"] = [{key: value for key, value in a.items() if key in FIGURES} for a in attention]
+    if "agreement" in values:
+        predictions = [{**p, "measured": 1.4 * p["measured"]} for p in values["agreement"]["blocks"]]
+        values["agreement"]["attention"] = predictions
+    cache = {"bytes_per_token_before": 23040, "bytes_per_token_after": 15360, "dtype": "float16"}
+    return {**values, "attention": attention, "attention_shape": values["shape"], "kv_cache": cache}
+
+
 FIGURES = {"index", "r2_lin", "r2_lin_ci95", "r2_stream", "r2_median", "effective_rank", "top_row_share"}
 
 
@@ -181,6 +225,18 @@ def assessment(blocks: int = 7, **parts: Any) -> Record:
 
 def profile(blocks: int = 30, **parts: Any) -> Record:
     return Record.model_validate({**profile_values(blocks), **parts})
+
+
+def attending(blocks: int = 7, **parts: Any) -> Record:
+    """A compressed model whose attention was measured, and in some layers replaced."""
+    return Record.model_validate({**with_attention(assessment_values(blocks)), **parts})
+
+
+def attending_profile(blocks: int = 30, **parts: Any) -> Record:
+    values = with_attention(profile_values(blocks))
+    for entry in values["attention"]:
+        entry["replacement"] = REPLACED_ATTENTION[0]
+    return Record.model_validate({**values, **parts})
 
 
 def profile_set() -> ProfileSet:
@@ -210,6 +266,11 @@ def hostile_assessment() -> Record:
     values["generation"]["distinct"] = {HOSTILE: {"source": 0.5, "compressed": None}}
     values["checks"].append({"name": HOSTILE, "passed": False, "measured": None, "limit": 1.0, "detail": HOSTILE})
     return Record.model_validate(values)
+
+
+def hostile_attention() -> Record:
+    values = with_attention(assessment_values())
+    return Record.model_validate({**poison(values), "kv_cache": values["kv_cache"]})
 
 
 def hostile_profile() -> Record:

@@ -14,7 +14,10 @@ import pytest
 from report.records import (
     assessment,
     assessment_values,
+    attending,
+    attending_profile,
     hostile_assessment,
+    hostile_attention,
     hostile_profile,
     mix_figures,
     profile,
@@ -41,8 +44,11 @@ RECORDS: dict[str, Callable[[], Any]] = {
     "thirty": lambda: assessment(30),
     "profile": profile,
     "profiles": profile_set,
+    "attention": lambda: attending(30),
+    "attention profile": attending_profile,
     "hostile": hostile_assessment,
     "hostile profile": hostile_profile,
+    "hostile attention": hostile_attention,
     "broken": lambda: Record.model_validate(mix_figures(assessment_values(), cycle(BROKEN))),
     "broken profile": lambda: Record.model_validate(mix_figures(profile_values(5), cycle(BROKEN))),
 }

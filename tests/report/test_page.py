@@ -15,7 +15,10 @@ from report.records import (
     SCRIPT,
     assessment,
     assessment_values,
+    attending,
+    attending_profile,
     hostile_assessment,
+    hostile_attention,
     hostile_profile,
     mix_figures,
     profile,
@@ -29,7 +32,9 @@ from compressor.report.record import Record
 VOID = {"meta", "link"}
 PAGES: dict[str, Callable[[], Any]] = {
     **{"assessment": assessment, "profile": profile, "profiles": profile_set},
+    **{"attention": attending, "attention profile": attending_profile},
     **{"hostile assessment": hostile_assessment, "hostile profile": hostile_profile},
+    "hostile attention": hostile_attention,
 }
 
 

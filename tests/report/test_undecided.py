@@ -38,7 +38,7 @@ def printed(table: Any) -> str:
 
 def test_an_undecided_block_is_shown_as_such() -> None:
     record = few_rows()
-    table = printed(profile_table(record, None))
+    table = printed(profile_table(record.blocks, None))
     assert "best ridge" in table
     first = table.splitlines()[1].split()
     assert "0.765" in first
@@ -59,7 +59,7 @@ def test_an_undecided_block_is_shown_as_such() -> None:
 
 def test_where_every_block_is_decided_nothing_is_said_of_it() -> None:
     record = few_rows(verdict="safe", r2_ridge=-0.4, r2_lin_ci95=[0.1, 0.2])
-    assert "best ridge" not in printed(profile_table(record, None))
+    assert "best ridge" not in printed(profile_table(record.blocks, None))
     assert "best ridge" not in page(record)
     assert "Undecided" not in "\n".join(profile_lines(record))
 
