@@ -296,7 +296,7 @@ class Corpus(Part):
     text: TextSplit
     blocks: list[BlockFigures]
     attention: list[BlockFigures] = Field(default_factory=list)
-    shape: Shape
+    shape: Shape | None = None  # without FFNs there is none
 
 
 class CorpusPair(Part):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import Compress, Refused
+from conftest import Compress, Refused, sentences
 from planted import random_text
 from planted_attention import loud_model
 from torch import Tensor
@@ -615,7 +615,11 @@ def test_attention_is_profiled(
         assert branch["verdict"] in ("safe", "costly", "unsafe", None)
         assert branch["swap"]["delta_ci95"][0] <= branch["swap"]["delta"] <= branch["swap"]["delta_ci95"][1]
     assert (tmp_path / "report" / "report.html").is_file()
-    assert compress(*command[:-1], "--overwrite").code == 0
+    other = tmp_path / "other.txt"
+    other.write_text(sentences(4000, seed=5), encoding="utf-8")
+    done = compress(*command[:-1], "--overwrite", "--text", other)
+    assert done.code == 0, done.err
+    assert "corpora corpus and other: rank correlation" in done.out
 
 
 def test_probes_are_of_ffns(refused: Refused, models: Path, options: list[str]) -> None:
