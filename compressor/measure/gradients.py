@@ -58,11 +58,13 @@ class Damage:
 
     `linear` = ½·E[(g·e)²] pairs each row's gradient with its error; `factorised` = ½·tr(F·E[e·eᵀ]) takes only the
     averages of both. Where errors are too large for a quadratic estimate, the two differ by far: a sign of outliers.
+    `slopes` are the means E[g·e] by rank, which these estimates leave out.
     """
 
     linear: float
     factorised: float
     by_rank: Tensor | None = None
+    slopes: Tensor | None = None
 
 
 def visit_gradients(
@@ -204,7 +206,8 @@ def predict_ladder_damage(ladder: RankLadder, gradients: Gradients) -> Damage:
     start = (g @ ladder.mean_y - (g * y).sum(1))[:, None]
     projected = torch.cat([start, start + rank_terms.cumsum(1)], dim=1)  # g·e for rank 0, 1, …, full
     by_rank = quadratic_cost(projected)
-    return Damage(by_rank[-1].item(), factorised_damage(errors, gradients), by_rank.cpu())
+    factorised = factorised_damage(errors, gradients)
+    return Damage(by_rank[-1].item(), factorised, by_rank.cpu(), projected.mean(0).cpu())
 
 
 def predict_damages(model: Any, profile: Profile, text: Text, context: RunContext) -> dict[BranchIndex, Damage]:
@@ -237,9 +240,16 @@ def factorised_damage(errors: Tensor, gradients: Gradients) -> float:
 
 def damage_from_errors(errors: Tensor, gradients: Gradients) -> float:
     """Predicted nats per token of a replacement with these errors on the gradients' rows."""
-    return quadratic_cost((errors * gradients.g.to(errors)).sum(1)).item()
+    return orders_from_errors(errors, gradients)[0]
+
+
+def orders_from_errors(errors: Tensor, gradients: Gradients) -> tuple[float, float]:
+    """½·E[(g·e)²], the damage, and E[g·e], its slope, of a replacement with these errors on the gradients' rows."""
+    projected = (errors * gradients.g.to(errors)).sum(1)
+    return quadratic_cost(projected).item(), projected.mean().item()
 
 
 def quadratic_cost(projected: Tensor) -> Tensor:
-    """½·E[(g·e)²] from the rows g·e. The first-order term E[g·e] is left out: over a few thousand rows it is noise."""
+    """½·E[(g·e)²] from the rows g·e. The slope E[g·e] is a matter of its own: over a few thousand rows it is mostly
+    noise in an FFN, and much of the truth in attention."""
     return projected.square().mean(0) / 2

@@ -15,19 +15,19 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from compressor.evaluate.intervals import student_quantile
-from compressor.models.blocks import AttentionOf, BranchIndex, layer_of
+from compressor.models.blocks import BranchIndex, layer_of
 from compressor.plan.block_trials import BlockTrial, BlockTrials
 from compressor.plan.candidates import BlockCandidates
 from compressor.plan.choices import ANYTHING, Choices
-from compressor.plan.frontier import Candidate
+from compressor.plan.frontier import FORMS, Candidate, form_of
 from compressor.plan.shapes import KINDS
 
 USUAL_FACTORS = (0.25, 4.0)  # the smallest and the largest ratio of measured and predicted cost that neighbours show
 LEAST_FACTOR = 0.01  # a block that measured as free still costs something
 DOUBT = 0.00135  # probability that a measurement lies this far off by chance: three standard errors of many windows
+LEAST_SHARE = 0.1  # of a damage, that is left where the slope says that the loss falls: to move it has its own price
 NEGLIGIBLE = 1e-5  # nats per token: added to both sides of a ratio, since a ratio of two nothings says nothing
 NEIGHBOUR_DISTANCE = 3.0  # blocks over which the weight of a neighbour falls by a factor of e
-FORMS = ("ffn", "heads", "map")  # all shapes of an FFN, attention with heads, attention as a linear map
 WORTH_TRYING = 0.2  # nats per token: attention that is predicted to cost more is not tried
 LEAST_VARIANCE = 0.05  # of a log ratio: added to the noise, so that no block counts as measured exactly
 
@@ -50,6 +50,11 @@ class Point:
     @property
     def index(self) -> BranchIndex:
         return self.candidate.index
+
+    @property
+    def rest(self) -> float:
+        """What was measured, without the predicted slope."""
+        return self.measured - self.candidate.slope
 
     @property
     def form(self) -> str:
@@ -103,13 +108,14 @@ class Calibration:
         """What to multiply each block's predictions by; also for those of `blocks` that were not measured.
 
         Where the divergence was measured, the factor has two parts: divergence over prediction, which is measured well
-        in every block, and loss over divergence, which is noisy and mostly that of the neighbours.
+        in every block, and the rise of the loss (without its slope) over divergence, which is noisy and mostly that of
+        the neighbours.
         """
         blocks = list(blocks)
         if not all(math.isfinite(p.kl) for p in self.points):
             return shrink_ratios(self.points, blocks)
         divergences = shrink_ratios([replace(p, measured=p.kl, error=p.kl_error) for p in self.points], blocks)
-        rises = shrink_ratios([replace(p, predicted=p.kl) for p in self.points], blocks)
+        rises = shrink_ratios([replace(p, predicted=p.kl, measured=p.rest) for p in self.points], blocks)
         return {index: max(factor * rises[index], LEAST_FACTOR) for index, factor in divergences.items()}
 
 
@@ -130,13 +136,6 @@ def shrink_ratios(points: Sequence[Point], blocks: Iterable[BranchIndex] = ()) -
         low, high = p.bounds
         factors[p.index] = max(min(max(factor, low), high), LEAST_FACTOR)
     return {index: math.exp(mean_around(points, index)) for index in blocks} | factors
-
-
-def form_of(candidate: Candidate) -> str:
-    """The form, one of FORMS, of a candidate: corrections hold for one form of a block."""
-    if not isinstance(candidate.index, AttentionOf):
-        return "ffn"
-    return "heads" if candidate.shape.neurons else "map"
 
 
 def mean_around(points: Sequence[Point], index: BranchIndex) -> float:
@@ -255,12 +254,12 @@ def correct_predictions(
     }
     smallest = min(limits.values())
 
-    def factor(candidate: Candidate) -> float:
-        form, index = form_of(candidate), candidate.index
-        return max(factors[name, form][index] * smallest / limits[name] for name in calibrations)
+    def correct(c: Candidate) -> float:
+        of_texts = ((factors[name, form_of(c)][c.index] * c.damage, smallest / limits[name]) for name in calibrations)
+        return max(max(damage + c.slope, LEAST_SHARE * damage) * scale for damage, scale in of_texts)
 
     return {
-        index: [replace(c, damage=factor(c) * c.damage) for c in of_block.candidates if math.isfinite(c.damage)]
+        index: [replace(c, damage=correct(c)) for c in of_block.candidates if math.isfinite(c.damage)]
         for index, of_block in candidates.items()
     }
 

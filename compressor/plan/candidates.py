@@ -8,19 +8,19 @@ moments about zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from compressor.measure.gradients import Damage, Gradients, damage_from_errors, predict_ladder_damage
+from compressor.measure.gradients import Damage, Gradients, orders_from_errors, predict_ladder_damage
 from compressor.measure.moments import ACCUMULATION_DTYPE, Moments
 from compressor.measure.regression import RankLadder, choose_ridge, decompose, reduce_rank
-from compressor.models.blocks import Block
+from compressor.models.blocks import Block, BranchIndex
 from compressor.models.heads import Heads
 from compressor.models.neurons import Neurons
-from compressor.plan.frontier import Candidate, list_ranks, lower_hull
+from compressor.plan.frontier import FORMS, Candidate, form_of, list_ranks, lower_hull
 from compressor.plan.selection import (
     FREE_SHARE,
     Elimination,
@@ -44,6 +44,7 @@ RANK_SHARES = (0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)  # ranks beside kept uni
 NEURON_MULTIPLE = 8  # where there are many neurons, multiples of this are kept: matrix products are faster then
 # Candidates of each kind that have their damage computed row by row; those of the others are interpolated.
 PROBED_PRUNED, PROBED_HYBRID = 3, 3
+ROWS_ALIKE = 4.0  # rows of one window are not independent: so many count as one
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class BlockCandidates:
     candidates: list[Candidate]
     orders: tuple[Tensor, Tensor]  # units in the order of removal, without and with x beside them
     ridges: tuple[float, float]  # for a linear map, and for kept units
+    rows: int = 0  # of the gradients
 
     def saved(self, shape: Shape) -> int:
         """Parameters that go when the block takes this shape."""
@@ -135,9 +137,11 @@ def survey_block(
     root = factor_metric(metric)
     no_units = torch.empty(0, dtype=torch.long, device=device)
     assert damage.by_rank is not None
-    damage.by_rank[0] = damage_from_errors(linear_moments(fit, outer, bias).mean_y - gradients.y.to(fit.xx), gradients)
+    assert damage.slopes is not None
+    mean_errors = linear_moments(fit, outer, bias).mean_y - gradients.y.to(fit.xx)
+    damage.by_rank[0], damage.slopes[0] = orders_from_errors(mean_errors, gradients)
     table = [
-        (-1 if r is None else r, 0, damage.linear if r is None else damage.by_rank[r].item())
+        (-1 if r is None else r, 0, damage.by_rank[-1 if r is None else r].item(), slope_of(damage.slopes, r))
         for r in list_ranks(block.width)
     ]
     ridges = [choose_shrinkage(scale_moments(mapped, outer), mapped_held, outer, no_units, None, root)[0], 0.0]
@@ -154,12 +158,12 @@ def survey_block(
         ridges[1] = choose_shrinkage(scaled, held, outer, spread_units(three_quarters, units.columns), 0, root)[0]
         activations = activations_of(units, gradients)
 
-        def probe(shape: Shape) -> float:
+        def probe(shape: Shape) -> tuple[float, float]:
             fitted = fit_shape(fit, bias, outer, shape, orders, root, (ridges[0], ridges[1]), scaled=scaled)
-            return damage_from_errors(fit_errors(fitted, activations, gradients), gradients)
+            return orders_from_errors(fit_errors(fitted, activations, gradients), gradients)
 
         table += unit_candidates(block, units, runs, probe)
-    scalars = [damage.linear, damage.factorised, *ridges]
+    scalars = [damage.linear, damage.factorised, *ridges, float(len(gradients.g))]
     return {
         "metric": metric.cpu(),
         "by_rank": damage.by_rank,
@@ -167,6 +171,11 @@ def survey_block(
         "orders": orders,
         "table": torch.tensor(table, dtype=torch.float64),
     }
+
+
+def slope_of(slopes: Tensor, rank: int | None) -> float:
+    """The slope of the map of this rank; None is the full one."""
+    return slopes[-1 if rank is None else rank].item()
 
 
 def activations_of(units: Units, gradients: Gradients) -> Tensor:
@@ -186,9 +195,9 @@ def unit_counts(units: Units) -> list[int]:
 
 
 def unit_candidates(
-    block: Block, units: Units, runs: list[Elimination], probe: Callable[[Shape], float]
-) -> list[tuple[int, int, float]]:
-    """(rank, units, damage) of the shapes with units that are on a convex frontier.
+    block: Block, units: Units, runs: list[Elimination], probe: Callable[[Shape], tuple[float, float]]
+) -> list[tuple[int, int, float, float]]:
+    """(rank, units, damage, slope) of the shapes with units that are on a convex frontier.
 
     Pruned shapes and hybrid ones, which have a linear part too, have a frontier each.
     """
@@ -206,27 +215,32 @@ def unit_candidates(
     ]
     pruned = [candidate for candidate in candidates if candidate.shape.rank == 0]
     hybrid = [candidate for candidate in candidates if candidate.shape.rank != 0]
-    kinds = ((pruned, PROBED_PRUNED), (hybrid, PROBED_HYBRID))
-    return [row for kind, probes in kinds for row in interpolate_damages(lower_hull(kind), probe, probes)]
+    kinds = [(lower_hull(pruned), PROBED_PRUNED), (lower_hull(hybrid), PROBED_HYBRID)]
+    if isinstance(units, Heads):  # they are few, and each may have another slope
+        kinds = [(front, len(front)) for front, _ in kinds]
+    return [row for front, probes in kinds for row in interpolate_damages(front, probe, probes)]
 
 
 def interpolate_damages(
-    front: list[Candidate], probe: Callable[[Shape], float], probes: int
-) -> list[tuple[int, int, float]]:
-    """(rank, neurons, damage) of candidates whose `damage` is, so far, their error in the metric.
+    front: list[Candidate], probe: Callable[[Shape], tuple[float, float]], probes: int
+) -> list[tuple[int, int, float, float]]:
+    """(rank, units, damage, slope) of candidates whose `damage` is, so far, their error in the metric.
 
-    `probe` computes the damage of a few of them. For the others the ratio of damage and error is interpolated.
+    `probe` computes the damage and the slope of a few of them. For the others the ratio of damage and error is
+    interpolated, and the slope.
     """
     front = sorted(front, key=lambda candidate: candidate.damage)
-    probed = sorted({round(k * (len(front) - 1) / (probes - 1)) for k in range(probes)}) if front else []
+    probed = sorted({round(k * (len(front) - 1) / max(probes - 1, 1)) for k in range(probes)}) if front else []
     errors = [math.log(max(candidate.damage, 1e-300)) for candidate in front]
-    ratios = {k: math.log(max(probe(front[k].shape), 1e-300)) - errors[k] for k in probed}
+    found = {k: probe(front[k].shape) for k in probed}
+    ratios = {k: math.log(max(damage, 1e-300)) - errors[k] for k, (damage, _) in found.items()}
     table = []
     for k, candidate in enumerate(front):
         low, high = max(p for p in probed if p <= k), min(p for p in probed if p >= k)
         share = (errors[k] - errors[low]) / max(errors[high] - errors[low], 1e-12)
         damage = math.exp(errors[k] + (1 - share) * ratios[low] + share * ratios[high])
-        table.append((candidate.shape.rank or 0, candidate.shape.neurons, damage))
+        slope = (1 - share) * found[low][1] + share * found[high][1]
+        table.append((candidate.shape.rank or 0, candidate.shape.neurons, damage, slope))
     return table
 
 
@@ -290,19 +304,42 @@ def unpack_moments(tensors: Tensors) -> Moments:
 
 def unpack_candidates(block: Block, units: Units | None, tensors: Tensors) -> BlockCandidates:
     """The candidates of one block, from the tensors of `survey_block`."""
-    linear, factorised, *ridges = tensors["scalars"].tolist()
-    shapes = [
-        (Shape(None if rank < 0 else int(rank), int(count)), cost) for rank, count, cost in tensors["table"].tolist()
-    ]
+    linear, factorised, *ridges, rows = tensors["scalars"].tolist()
+    candidates = []
+    for rank, count, damage, slope in tensors["table"].tolist():
+        shape = Shape(None if rank < 0 else int(rank), int(count))
+        saved = block.parameters - shape_size(block, units, shape)
+        candidates.append(Candidate(block.index, shape, saved, damage, slope))
     return BlockCandidates(
         block=block,
         units=units,
         metric=tensors["metric"],
         damage=Damage(by_rank=tensors["by_rank"], linear=linear, factorised=factorised),
-        candidates=[
-            Candidate(block.index, shape, block.parameters - shape_size(block, units, shape), cost)
-            for shape, cost in shapes
-        ],
+        candidates=candidates,
         orders=(tensors["orders"][0], tensors["orders"][1]),
         ridges=(ridges[0], ridges[1]),
+        rows=int(rows),
     )
+
+
+def shrink_slopes(found: Mapping[BranchIndex, BlockCandidates]) -> dict[BranchIndex, BlockCandidates]:
+    """The candidates with their slopes shrunk by what noise there is in them, form by form.
+
+    A slope over the root of twice its damage is the mean of g·e in its own size: over n independent rows it scatters by
+    1/√n where there is no slope at all. How much more it scatters over the blocks tells how much of it is real.
+    """
+    shares = {}
+    for form in FORMS:
+        row = [
+            (c, of.rows)
+            for of in found.values()
+            for c in of.candidates
+            if form_of(c) == form and 0 < c.damage < math.inf
+        ]
+        signal = [c.slope**2 / (2 * c.damage) for c, _ in row]
+        noise = [ROWS_ALIKE / rows for _, rows in row]
+        shares[form] = max(0.0, 1 - sum(noise) / sum(signal)) if sum(signal) > 0 else 0.0
+    return {
+        index: replace(of, candidates=[replace(c, slope=shares[form_of(c)] * c.slope) for c in of.candidates])
+        for index, of in found.items()
+    }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from compressor.models.blocks import BranchIndex
+from compressor.models.blocks import AttentionOf, BranchIndex
 from compressor.plan.shapes import Shape
 
 Growth = tuple[dict[BranchIndex, Shape], float]  # a plan and its predicted damage
@@ -47,12 +47,23 @@ class Candidate:
     shape: Shape
     saved: int  # parameters
     damage: float  # predicted nats per token
+    slope: float = 0.0  # nats per token to first order, E[g·e], which the damage leaves out
     lightened: int = 0  # operations and cached values of attention that go too, in parameters that would cost as much
 
     @property
     def worth(self) -> int:
         """What it saves, in parameters: by this and its damage, candidates are put in order."""
         return self.saved + self.lightened
+
+
+FORMS = ("ffn", "heads", "map")  # all shapes of an FFN, attention with heads, attention as a linear map
+
+
+def form_of(candidate: Candidate) -> str:
+    """The form of a candidate, one of FORMS: predictions of one form are wrong in the same way."""
+    if not isinstance(candidate.index, AttentionOf):
+        return "ffn"
+    return "heads" if candidate.shape.neurons else "map"
 
 
 def list_ranks(width: int) -> list[int | None]:

@@ -37,6 +37,7 @@ from compressor.plan.candidates import (
     BlockCandidates,
     Units,
     pack_moments,
+    shrink_slopes,
     survey_block,
     unpack_candidates,
     unpack_moments,
@@ -72,6 +73,8 @@ class MomentsStore:
 
     def key(self, kind: str, block: Block, **more: Any) -> dict[str, Any]:
         """All that a measurement of this block on the calibration windows depends on."""
+        if kind == "survey":
+            more["slopes"] = True
         return cache_key(
             kind,
             self.identity,
@@ -97,7 +100,7 @@ class MomentsStore:
         else:
             self.progress.say("survey: measured before")
         self.drop_gradients()
-        return {index: self.without_anchored(candidates[index]) for index in self.blocks}
+        return shrink_slopes({index: self.without_anchored(candidates[index]) for index in self.blocks})
 
     def without_anchored(self, of_block: BlockCandidates) -> BlockCandidates:
         """The candidates without those that take the last head from attention that caches ask for their length."""

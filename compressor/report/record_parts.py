@@ -296,7 +296,7 @@ class Corpus(Part):
     text: TextSplit
     blocks: list[BlockFigures]
     attention: list[BlockFigures] = Field(default_factory=list)
-    shape: Shape | None = None  # without FFNs there is none
+    shape: Shape | None = None
 
 
 class CorpusPair(Part):
