@@ -25,7 +25,9 @@ from compressor.plan.shapes import KINDS
 USUAL_FACTORS = (0.25, 4.0)  # the smallest and the largest ratio of measured and predicted cost that neighbours show
 LEAST_FACTOR = 0.01  # a block that measured as free still costs something
 DOUBT = 0.00135  # probability that a measurement lies this far off by chance: three standard errors of many windows
-LEAST_SHARE = 0.1  # of a damage, that is left where the slope says that the loss falls: to move it has its own price
+# Nats that a nat of divergence is worth in attention, beyond the loss that it raises: what attention loses, some
+# documents pay and others gain, so that the interval of a plan grows with its divergence.
+DIVERGENCE_PRICE = 0.4
 NEGLIGIBLE = 1e-5  # nats per token: added to both sides of a ratio, since a ratio of two nothings says nothing
 NEIGHBOUR_DISTANCE = 3.0  # blocks over which the weight of a neighbour falls by a factor of e
 WORTH_TRYING = 0.2  # nats per token: attention that is predicted to cost more is not tried
@@ -112,11 +114,18 @@ class Calibration:
         the neighbours.
         """
         blocks = list(blocks)
-        if not all(math.isfinite(p.kl) for p in self.points):
+        divergences = self.divergence_factors(blocks)
+        if divergences is None:
             return shrink_ratios(self.points, blocks)
-        divergences = shrink_ratios([replace(p, measured=p.kl, error=p.kl_error) for p in self.points], blocks)
         rises = shrink_ratios([replace(p, predicted=p.kl, measured=p.rest) for p in self.points], blocks)
         return {index: max(factor * rises[index], LEAST_FACTOR) for index, factor in divergences.items()}
+
+    def divergence_factors(self, blocks: Iterable[BranchIndex] = ()) -> dict[BranchIndex, float] | None:
+        """The divergence of each block over its prediction, by which predictions are multiplied to be divergences; None
+        where it was not measured."""
+        if not all(math.isfinite(p.kl) for p in self.points):
+            return None
+        return shrink_ratios([replace(p, measured=p.kl, error=p.kl_error) for p in self.points], blocks)
 
 
 def shrink_ratios(points: Sequence[Point], blocks: Iterable[BranchIndex] = ()) -> dict[BranchIndex, float]:
@@ -254,9 +263,19 @@ def correct_predictions(
     }
     smallest = min(limits.values())
 
+    prices = {
+        (name, form): calibration.of_form(form).divergence_factors(candidates) or {}
+        for name, calibration in calibrations.items()
+        for form in ("heads", "map")
+    }
+
     def correct(c: Candidate) -> float:
-        of_texts = ((factors[name, form_of(c)][c.index] * c.damage, smallest / limits[name]) for name in calibrations)
-        return max(max(damage + c.slope, LEAST_SHARE * damage) * scale for damage, scale in of_texts)
+        found = []
+        for name, form in ((name, form_of(c)) for name in calibrations):
+            damage = factors[name, form][c.index] * c.damage
+            divergence = prices.get((name, form), {}).get(c.index, 0.0) * c.damage
+            found.append((max(damage + c.slope, 0.0) + DIVERGENCE_PRICE * divergence) * smallest / limits[name])
+        return max(found)
 
     return {
         index: [replace(c, damage=correct(c)) for c in of_block.candidates if math.isfinite(c.damage)]

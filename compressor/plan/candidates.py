@@ -326,19 +326,16 @@ def shrink_slopes(found: Mapping[BranchIndex, BlockCandidates]) -> dict[BranchIn
     """The candidates with their slopes shrunk by what noise there is in them, form by form.
 
     A slope over the root of twice its damage is the mean of g·e in its own size: over n independent rows it scatters by
-    1/√n where there is no slope at all. How much more it scatters over the blocks tells how much of it is real.
+    1/√n where there is no slope at all. How much more it scatters over the blocks tells how much of it is real. FFNs
+    have none: their refits leave errors without a slope, and to choose by what is left is to choose by noise.
     """
-    shares = {}
-    for form in FORMS:
-        row = [
-            (c, of.rows)
-            for of in found.values()
-            for c in of.candidates
-            if form_of(c) == form and 0 < c.damage < math.inf
-        ]
-        signal = [c.slope**2 / (2 * c.damage) for c, _ in row]
-        noise = [ROWS_ALIKE / rows for _, rows in row]
-        shares[form] = max(0.0, 1 - sum(noise) / sum(signal)) if sum(signal) > 0 else 0.0
+    shares = dict.fromkeys(FORMS, 0.0)
+    for form in ("heads", "map"):
+        row = [(c, of.rows) for of in found.values() for c in of.candidates if form_of(c) == form]
+        row = [(c, rows) for c, rows in row if 0 < c.damage < math.inf]
+        signal = sum(c.slope**2 / (2 * c.damage) for c, _ in row)
+        if signal > 0:
+            shares[form] = max(0.0, 1 - sum(ROWS_ALIKE / rows for _, rows in row) / signal)
     return {
         index: replace(of, candidates=[replace(c, slope=shares[form_of(c)] * c.slope) for c in of.candidates])
         for index, of in found.items()

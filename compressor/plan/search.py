@@ -141,6 +141,7 @@ class Planner:
         ] = {}  # by block: parameters that it may save at most, since a task refused more
         self.unsafe = [index for index in space.candidates if index in verdicts and verdicts[index].word == "unsafe"]
         self.mild_tried = False
+        self.only_ffns = False  # attention is left alone for the time being
         corrected = correct_predictions(space.candidates, space.calibrations, limits.least)
         self.candidates: dict[BranchIndex, list[Candidate]] = {  # with predictions for the smallest limit
             index: [] if index in self.unsafe else self.with_worth(index, row) for index, row in corrected.items()
@@ -181,7 +182,8 @@ class Planner:
             most = self.most_saved.get(c.index, c.saved)
             return 0 < c.saved <= most and not left_out and self.choices.allows(c.index, c.shape)
 
-        usable = [[c for c in row if is_usable(c)] for row in self.candidates.values()]
+        rows = {i: row for i, row in self.candidates.items() if not (self.only_ffns and isinstance(i, AttentionOf))}
+        usable = [[c for c in row if is_usable(c)] for row in rows.values()]
         return [row for row in usable if row]
 
     @property
@@ -254,6 +256,7 @@ class Planner:
             self.compensation = compensation
             if done:
                 break
+        self.try_without_attention(budget_factor, ceiling)
         best = self.best_trial(budget_factor, ceiling)
         if best is None:
             compensation, self.compensation = self.compensation, 1.0  # what fits now fits without compensation too
@@ -270,6 +273,22 @@ class Planner:
         if best is None:
             raise BudgetError(self.explain_failure())
         return best
+
+    def try_without_attention(self, budget_factor: float, ceiling: float) -> None:
+        """Try the largest plan of FFNs alone, where it is expected to save more than what was found: a search over both
+        branches must not end with less than one over FFNs."""
+        best = self.best_trial(budget_factor, ceiling)
+        if not any(isinstance(c.index, AttentionOf) for row in self.usable_candidates for c in row):
+            return
+        self.only_ffns = True
+        expected = self.largest_expected(budget_factor, ceiling)
+        self.only_ffns = False
+        if expected is not None and self.saved_by(expected[0]) > (best.saved if best else 0):
+            self.runner.attempt(*expected, compensated=len(expected[0]) > 1)
+
+    def saved_by(self, shapes: Shapes) -> int:
+        """The parameters that these shapes remove."""
+        return sum(self.runner.candidates[index].saved(shape) for index, shape in shapes.items())
 
     def try_largest(self, budget_factor: float, ceiling: float) -> tuple[Trial, Trial] | None:
         """The largest plan that is expected to fit, tried without and with compensation."""
@@ -424,7 +443,7 @@ class Planner:
 
     def count_saved(self, plan: Plan) -> int:
         """The parameters that a plan removes."""
-        return sum(self.runner.candidates[index].saved(shape) for index, shape in plan.shapes.items())
+        return self.saved_by(plan.shapes)
 
     def make_plan(self, trial: Trial) -> Plan:
         return Plan(
