@@ -339,6 +339,8 @@ def input_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], block: Block) -
 
 def output_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, block: Block) -> Tensor:
     """What the block adds to the residual stream in this call, as rows of their own: some layers add in place."""
+    if not block.is_attention and not isinstance(output, Tensor):  # a replacement of an FFN returns a tensor
+        raise InputError(f"{block.path} returns a {type(output).__name__}, not a tensor")
     hidden = hidden_states_of(output, block.path)
     residual = (args[1] if len(args) > 1 else kwargs.get("residual")) if block.residual_inside else None
     y = hidden - residual if residual is not None else hidden.clone()

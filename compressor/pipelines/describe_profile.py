@@ -292,7 +292,7 @@ def describe_corpora(names: Sequence[str], texts: Sequence[Text], profiles: Sequ
     pairs = []
     for k, first in enumerate(corpora):
         for second in corpora[k + 1 :]:
-            columns = [[block.r2_lin for block in corpus.blocks] for corpus in (first, second)]
+            columns = [[b.r2_lin for b in corpus.blocks or corpus.attention] for corpus in (first, second)]
             pairs.append(
                 parts.CorpusPair(
                     first=first.name,

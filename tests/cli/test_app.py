@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compressor
 from compressor.cli import app as cli
-from compressor.modeling_compressor import Replacement
+from compressor.modeling_compressor import KeptHeads, Replacement
 from compressor.runtime.errors import InputError
 
 WEIGHTS = "model.safetensors"
@@ -156,7 +156,7 @@ def test_result_loads_and_has_the_recorded_perplexity(compressed: Path, corpus: 
     model = AutoModelForCausalLM.from_pretrained(compressed)
     record = read_record(compressed)
     replaced = sum(kind != "keep" for kind, _ in replacements(record))
-    assert sum(isinstance(module, Replacement) for module in model.modules()) == replaced > 0
+    assert sum(isinstance(module, (Replacement, KeptHeads)) for module in model.modules()) == replaced > 0
     text = compressor.load_text(
         corpus,
         AutoTokenizer.from_pretrained(compressed),

@@ -90,7 +90,7 @@ def test_the_recipe_of_the_result_gives_the_same_weights(removed: Path, compress
 
 
 def test_both_must_hold(compress: Compress, models: Path, options: list[str], tmp_path: Path) -> None:
-    both = [models / "gpt2", *options, *SIZE, "--remove", "8%"]
+    both = [models / "gpt2", *options, *SIZE, "--branches", "ffn", "--remove", "8%"]
     done = compress(*both, "--max-dppl", "1e-9", "--out", tmp_path / "out")
     assert done.code == 1
     assert len(done.errors) == 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import Compress, Refused
+from conftest import Compress, Refused, sentences
 from planted import random_text
 from planted_attention import loud_model
 from torch import Tensor
@@ -29,7 +29,6 @@ from compressor.patch.tree import patched
 from compressor.pipelines.recipe import Recipe, dump, resolve
 from compressor.plan.api import fit_shapes, make_planner
 from compressor.plan.candidates import (
-    BlockCandidates,
     fit_ladder,
     fit_shape,
     kept_sets,
@@ -229,52 +228,42 @@ def gradients_by_autograd(model: Any, block: Block, windows: Tensor) -> Tensor:
     return seen[0].grad.reshape(-1, block.width)
 
 
-def damage_of(g: Tensor, error: Tensor) -> float:
-    return (g * error).sum(1).square().mean().item() / 2
-
-
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bloom", "falcon-new", "gemma2"])
 def test_predicted_damage_is_that_of_the_rows(family: str) -> None:
-    """½·E[(g·e)²], with g of a plain backward pass and e what the replaced attention really says."""
+    """½·E[(g·e)²] and the slope E[g·e], with g of a plain backward pass and e what the replaced attention says."""
     model = tiny_model(family).double()
     store = open_store(model, TEXT, RunContext(), ATTENTION)
-    found, block = store.candidates()[SECOND], store.blocks[SECOND]
+    found, block = store.candidates()[THIRD], store.blocks[THIRD]
     units = found.units
     assert isinstance(units, Heads)
     g = gradients_by_autograd(model, block, TEXT.held_out)
-    original = captured(model, SECOND, TEXT.held_out)
+    original = captured(model, THIRD, TEXT.held_out)
     streams = calibration_streams(model, store.layers, TEXT, 8)
     moments = []
     for stream in streams:
-        stream.advance(1)
+        stream.advance(2)
         moments.append(collect_moments(model, block, units, stream, stream.states[0].device))
     outer, bias = output_weights(block, units, g.device), output_bias(block, units, g.device)
-    fitter = Fitter(store, {SECOND: found})
+    fitter = Fitter(store, {THIRD: found})
 
     linear = [linear_moments(moments_for(m, block, units, Shape(None)), outer, bias) for m in moments]
     ladder = fit_ladder(linear[0], linear[1], found.metric)
     kinds = set()
-    for candidate in found.candidates:
+    for candidate in store.find_candidates()[THIRD].candidates:  # with slopes that are not shrunk
         shape = candidate.shape
         kinds.add(shape.kind)
         if shape.kind in ("linear", "lowrank"):
             error = ladder.at(block.width if shape.rank is None else shape.rank)(original.x) - original.y
-        elif candidate in ends_of(found, shape.kind) or shape.kind == "bias":
+        else:
             root = factor_metric(found.metric)
             fitted = fit_shape(moments[0], bias, outer, shape, found.orders, root, found.ridges)
             module = fitter.make_module(found, shape, fitted)
-            with patched(model, find_branches(model), {SECOND: module}):
-                error = captured(model, SECOND, TEXT.held_out).y - original.y
-        else:
-            continue  # interpolated
-        assert candidate.damage == pytest.approx(damage_of(g, error), rel=1e-4), shape
+            with patched(model, find_branches(model), {THIRD: module}):
+                error = captured(model, THIRD, TEXT.held_out).y - original.y
+        projected = (g * error).sum(1)
+        assert candidate.damage == pytest.approx(projected.square().mean().item() / 2, rel=1e-4), shape
+        assert candidate.slope == pytest.approx(projected.mean().item(), rel=1e-4, abs=1e-9), shape
     assert kinds == {"linear", "lowrank", "pruned", "hybrid", "bias"}
-
-
-def ends_of(found: BlockCandidates, kind: str) -> list[Any]:
-    """The mildest and the hardest candidate of a kind: theirs is the damage that was computed row by row."""
-    ordered = sorted((c for c in found.candidates if c.shape.kind == kind), key=lambda c: c.saved)
-    return [ordered[0], ordered[-1]]
 
 
 # What a replacement saves
@@ -295,13 +284,14 @@ def test_what_is_counted_as_saved_vanishes(family: str) -> None:
             of_kind = [c for c in space.candidates[index].candidates if c.shape.kind == kind]
             if of_kind:
                 shapes[index] = of_kind[0].shape
-        assert {SECOND, THIRD} <= set(shapes)
+        assert THIRD in shapes
+        assert SECOND in shapes or SECOND.layer in anchor_layers(model)
         trial = runner.attempt(shapes, 0.0)
         fits = runner.fit_modules(shapes, False)
         with patched(model, runner.blocks, fits):
             assert before - count_parameters(model) == trial.saved
             assert logits(model).isfinite().all()
-        for index in (SECOND, THIRD):
+        for index in filter(fits.__contains__, (SECOND, THIRD)):
             module = fits[index]
             assert module.kind == kind
             if kind in ("linear", "lowrank"):
@@ -449,7 +439,7 @@ def test_each_branch_is_fitted_on_the_inputs_it_will_get(
             return (weights * (captured(model, second, windows).y - target)).square().sum()
 
     error, at_once = error_of(fits[second]), error_of(fitter.fit_at_once({second: shape})[second])
-    assert least * (1 - 1e-9) <= error <= least * 1.1  # shrinking to the original weights costs a little on these rows
+    assert least * (1 - 1e-9) <= error <= least * 1.25  # shrinking to the original weights costs a little on these rows
     assert error < at_once
 
 
@@ -614,7 +604,11 @@ def test_attention_is_profiled(
         assert branch["verdict"] in ("safe", "costly", "unsafe", None)
         assert branch["swap"]["delta_ci95"][0] <= branch["swap"]["delta"] <= branch["swap"]["delta_ci95"][1]
     assert (tmp_path / "report" / "report.html").is_file()
-    assert compress(*command[:-1], "--overwrite").code == 0
+    other = tmp_path / "other.txt"
+    other.write_text(sentences(4000, seed=5), encoding="utf-8")
+    done = compress(*command[:-1], "--overwrite", "--text", other)
+    assert done.code == 0, done.err
+    assert "corpora corpus and other: rank correlation" in done.out
 
 
 def test_probes_are_of_ffns(refused: Refused, models: Path, options: list[str]) -> None:
