@@ -25,9 +25,6 @@ from compressor.plan.shapes import KINDS
 USUAL_FACTORS = (0.25, 4.0)  # the smallest and the largest ratio of measured and predicted cost that neighbours show
 LEAST_FACTOR = 0.01  # a block that measured as free still costs something
 DOUBT = 0.00135  # probability that a measurement lies this far off by chance: three standard errors of many windows
-# Nats that a nat of divergence is worth in attention, beyond the loss that it raises: what attention loses, some
-# documents pay and others gain, so that the interval of a plan grows with its divergence.
-DIVERGENCE_PRICE = 0.4
 NEGLIGIBLE = 1e-5  # nats per token: added to both sides of a ratio, since a ratio of two nothings says nothing
 NEIGHBOUR_DISTANCE = 3.0  # blocks over which the weight of a neighbour falls by a factor of e
 WORTH_TRYING = 0.2  # nats per token: attention that is predicted to cost more is not tried
@@ -250,11 +247,13 @@ def correct_predictions(
     candidates: Mapping[BranchIndex, BlockCandidates],
     calibrations: Mapping[str, Calibration],
     limits: Mapping[str, float],
+    divergence_price: float = 0.0,
 ) -> dict[BranchIndex, list[Candidate]]:
     """The candidates of every block, with their predictions corrected by what was measured.
 
     `limits` are the nats that each text may lose. The text on which a block uses most of its limit decides; predictions
-    are those of a text that has the smallest limit.
+    are those of a text that has the smallest limit. In attention, where a slope may make up for a large divergence,
+    each nat of divergence costs `divergence_price` beside the loss: the interval of a plan grows with it.
     """
     factors = {
         (name, form): calibration.of_form(form).factors(candidates)
@@ -274,7 +273,7 @@ def correct_predictions(
         for name, form in ((name, form_of(c)) for name in calibrations):
             damage = factors[name, form][c.index] * c.damage
             divergence = prices.get((name, form), {}).get(c.index, 0.0) * c.damage
-            found.append((max(damage + c.slope, 0.0) + DIVERGENCE_PRICE * divergence) * smallest / limits[name])
+            found.append((max(damage + c.slope, 0.0) + divergence_price * divergence) * smallest / limits[name])
         return max(found)
 
     return {

@@ -16,6 +16,7 @@ from compressor.measure.gradients import Damage
 from compressor.measure.profile import Profile
 from compressor.measure.verdicts import Verdict
 from compressor.models.blocks import AttentionOf, BranchIndex, layer_of
+from compressor.plan.attention_trials import believe_trial, choose_attention
 from compressor.plan.block_trials import BlockTrials
 from compressor.plan.calibration import Calibration, binding_calibration, calibrate, correct_predictions
 from compressor.plan.candidates import BlockCandidates
@@ -51,6 +52,7 @@ WELL_COMPENSATED = 0.85  # of the budget: after a compensated plan that uses thi
 MOST_CORRECTIONS = 6  # steps of one search that turn out dearer than predicted, and are believed to be
 WORTH_CORRECTING = 0.1  # of the budget, that such a step must cost beyond its prediction
 USUAL_COMPENSATION = 0.88  # cost of a compensated plan over that of the plain one, until it is measured
+DOCUMENTS_DIFFER = 1.4  # factor by which intervals by documents are wider than those of independent tokens
 SMALLER = 1.02  # factor on what compensation is believed to cost, after a compensated plan that did not fit
 USUAL_UNITS = 32  # windows or documents of a verification text
 ROOM = 1.96  # standard errors left for the verification's noise; the choice of the largest plan that fits spends some
@@ -141,8 +143,10 @@ class Planner:
         ] = {}  # by block: parameters that it may save at most, since a task refused more
         self.unsafe = [index for index in space.candidates if index in verdicts and verdicts[index].word == "unsafe"]
         self.mild_tried = False
+        self.attention_tried = False
         self.only_ffns = False  # attention is left alone for the time being
-        corrected = correct_predictions(space.candidates, space.calibrations, limits.least)
+        price = DOCUMENTS_DIFFER * (self.usual_scale() - 1) / 2  # what a nat of divergence adds to an interval
+        corrected = correct_predictions(space.candidates, space.calibrations, limits.least, price)
         self.candidates: dict[BranchIndex, list[Candidate]] = {  # with predictions for the smallest limit
             index: [] if index in self.unsafe else self.with_worth(index, row) for index, row in corrected.items()
         }
@@ -173,17 +177,17 @@ class Planner:
                 self.candidates[index] = self.with_worth(index, mild)
         self.mild_tried = True
 
+    def is_usable(self, c: Candidate) -> bool:
+        """Whether a candidate may be chosen, and saves parameters."""
+        left_out = c.shape in self.banned or (c.index, c.shape) in self.runner.overflowing
+        most = self.most_saved.get(c.index, c.saved)
+        return 0 < c.saved <= most and not left_out and self.choices.allows(c.index, c.shape)
+
     @property
     def usable_candidates(self) -> list[list[Candidate]]:
         """The candidates that may be chosen and save parameters, block by block."""
-
-        def is_usable(c: Candidate) -> bool:
-            left_out = c.shape in self.banned or (c.index, c.shape) in self.runner.overflowing
-            most = self.most_saved.get(c.index, c.saved)
-            return 0 < c.saved <= most and not left_out and self.choices.allows(c.index, c.shape)
-
         rows = {i: row for i, row in self.candidates.items() if not (self.only_ffns and isinstance(i, AttentionOf))}
-        usable = [[c for c in row if is_usable(c)] for row in rows.values()]
+        usable = [[c for c in row if self.is_usable(c)] for row in rows.values()]
         return [row for row in usable if row]
 
     @property
@@ -244,6 +248,7 @@ class Planner:
         less than expected and nothing fits, smaller plans are tried, and single blocks only after those.
         """
         self.admit_mild_forms()
+        self.try_attention()
         for _ in range(MOST_COMPENSATIONS):
             pair = self.try_largest(budget_factor, ceiling)
             if pair is None:
@@ -273,6 +278,15 @@ class Planner:
         if best is None:
             raise BudgetError(self.explain_failure())
         return best
+
+    def try_attention(self) -> None:
+        """Correct the predictions of promising attention by trials on all of the selection text, once."""
+        if not self.attention_tried and self.unexplained is None:
+            rows = {i: [c for c in self.candidates[i] if self.is_usable(c)] for i in self.candidates}
+            for tried in choose_attention(rows, self.limits.smallest):
+                cost = self.measured_cost(self.runner.attempt({tried.index: tried.shape}, tried.damage))
+                self.candidates[tried.index] = believe_trial(self.candidates[tried.index], tried, cost)
+        self.attention_tried = True
 
     def try_without_attention(self, budget_factor: float, ceiling: float) -> None:
         """Try the largest plan of FFNs alone, where it is expected to save more than what was found: a search over both
