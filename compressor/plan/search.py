@@ -16,7 +16,7 @@ from compressor.measure.gradients import Damage
 from compressor.measure.profile import Profile
 from compressor.measure.verdicts import Verdict
 from compressor.models.blocks import AttentionOf, BranchIndex, layer_of
-from compressor.plan.attention_trials import believe_trial, choose_attention
+from compressor.plan.attention_trials import Scatter, believe_trial, choose_attention
 from compressor.plan.block_trials import BlockTrials
 from compressor.plan.calibration import Calibration, binding_calibration, calibrate, correct_predictions
 from compressor.plan.candidates import BlockCandidates
@@ -280,13 +280,19 @@ class Planner:
         return best
 
     def try_attention(self) -> None:
-        """Correct the predictions of promising attention by trials on all of the selection text, once."""
-        if not self.attention_tried and self.unexplained is None:
-            rows = {i: [c for c in self.candidates[i] if self.is_usable(c)] for i in self.candidates}
-            for tried in choose_attention(rows, self.limits.smallest):
-                cost = self.measured_cost(self.runner.attempt({tried.index: tried.shape}, tried.damage))
-                self.candidates[tried.index] = believe_trial(self.candidates[tried.index], tried, cost)
+        """Try promising attention on all of the selection text, once; attention that was not tried stays as it is."""
+        if self.attention_tried or self.unexplained is not None:
+            return
         self.attention_tried = True
+        rows = {i: row for i, row in self.candidates.items() if isinstance(i, AttentionOf)}
+        usable = {i: [c for c in row if self.is_usable(c)] for i, row in rows.items()}
+        self.candidates |= {index: [] for index in rows}
+        for tried in choose_attention(usable, self.limits.smallest):
+            trial = self.runner.attempt({tried.index: tried.shape}, tried.damage)
+            units = min((change.units for change in trial.changes.values()), default=2)
+            reach = max(self.expected_width(units), 1.0)
+            scatter = Scatter(reach, DOCUMENTS_DIFFER * (self.usual_scale() - 1) * self.limits.smallest / reach)
+            self.candidates[tried.index] = believe_trial(rows[tried.index], tried, self.measured_cost(trial), scatter)
 
     def try_without_attention(self, budget_factor: float, ceiling: float) -> None:
         """Try the largest plan of FFNs alone, where it is expected to save more than what was found: a search over both
