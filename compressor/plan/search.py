@@ -284,7 +284,7 @@ class Planner:
         if self.attention_tried or self.unexplained is not None:
             return
         self.attention_tried = True
-        rows = {i: row for i, row in self.candidates.items() if isinstance(i, AttentionOf)}
+        rows = {c.index: row for row in self.candidates.values() for c in row[:1] if isinstance(c.index, AttentionOf)}
         usable = {i: [c for c in row if self.is_usable(c)] for i, row in rows.items()}
         self.candidates |= {index: [] for index in rows}
         for tried in choose_attention(usable, self.limits.smallest):
