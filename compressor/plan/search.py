@@ -15,7 +15,7 @@ from compressor.evaluate.perplexity import PerplexityChange
 from compressor.measure.gradients import Damage
 from compressor.measure.profile import Profile
 from compressor.measure.verdicts import Verdict
-from compressor.models.blocks import AttentionOf, BranchIndex, layer_of
+from compressor.models.blocks import AttentionOf, BranchIndex, branch_of, layer_of
 from compressor.plan.attention_trials import Scatter, believe_trial, choose_attention
 from compressor.plan.block_trials import BlockTrials
 from compressor.plan.calibration import Calibration, binding_calibration, calibrate, correct_predictions
@@ -284,7 +284,7 @@ class Planner:
         if self.attention_tried or self.unexplained is not None:
             return
         self.attention_tried = True
-        rows = {c.index: row for row in self.candidates.values() for c in row[:1] if isinstance(c.index, AttentionOf)}
+        rows = {i: row for i, row in self.candidates.items() if branch_of(i) == "attention"}
         usable = {i: [c for c in row if self.is_usable(c)] for i, row in rows.items()}
         self.candidates |= {index: [] for index in rows}
         for tried in choose_attention(usable, self.limits.smallest):
