@@ -46,12 +46,14 @@ def choose_attention(rows: Mapping[BranchIndex, list[Candidate]], most: float) -
 def believe_trial(row: list[Candidate], tried: Candidate, cost: Cost, scatter: Scatter) -> list[Candidate]:
     """The candidates of the tried form, with their damages corrected in proportion; none where the trial overflows.
 
-    Prediction and measurement count by their certainty.
+    Prediction and measurement count by their certainty, and what is left uncertain counts as a cost: other documents
+    may not be so lucky.
     """
     if not math.isfinite(cost.measured):
         return []
     noise, doubt = cost.measured - cost.least, PREDICTION_DOUBT * tried.damage + LEAST_DOUBT
     weight = doubt**2 / (doubt**2 + noise**2)
-    expected = max(weight * cost.measured + (1 - weight) * tried.damage, 0.0) + scatter.widening(noise)
+    uncertain = math.sqrt(weight) * noise
+    expected = max(weight * cost.measured + (1 - weight) * tried.damage, 0.0) + uncertain + scatter.widening(noise)
     factor = max(expected / max(tried.damage, LEAST_DAMAGE), LEAST_SHARE)
     return [replace(c, damage=factor * c.damage) for c in row if form_of(c) == form_of(tried)]
