@@ -19,6 +19,7 @@ from compressor.plan.frontier import LEAST_DAMAGE, Candidate, Cost, form_of
 MOST_TRIALS = 16  # layers whose attention is tried
 # The standard error of a prediction: a share of it, and nats per token.
 PREDICTION_DOUBT, LEAST_DOUBT = 0.5, 0.003
+UNCERTAINTY_PRICE = 0.5  # of a standard error of the expected cost
 LEAST_SHARE = 0.1  # of its prediction, that attention costs at least: what measured as a gain may be luck
 
 
@@ -53,7 +54,7 @@ def believe_trial(row: list[Candidate], tried: Candidate, cost: Cost, scatter: S
         return []
     noise, doubt = cost.measured - cost.least, PREDICTION_DOUBT * tried.damage + LEAST_DOUBT
     weight = doubt**2 / (doubt**2 + noise**2)
-    uncertain = math.sqrt(weight) * noise
+    uncertain = UNCERTAINTY_PRICE * math.sqrt(weight) * noise
     expected = max(weight * cost.measured + (1 - weight) * tried.damage, 0.0) + uncertain + scatter.widening(noise)
     factor = max(expected / max(tried.damage, LEAST_DAMAGE), LEAST_SHARE)
     return [replace(c, damage=factor * c.damage) for c in row if form_of(c) == form_of(tried)]
