@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from compressor.models.blocks import Block, BranchIndex, Rows, capture_rows
+from compressor.models.blocks import Block, Rows, capture_rows
+from compressor.models.branches import BranchIndex
 from compressor.models.layer_states import LayerStates
 from compressor.models.residual import CALIBRATION_PARTS, Stream, calibration_streams, delete_saved_streams
 from compressor.models.source import identify

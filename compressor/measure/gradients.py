@@ -18,7 +18,8 @@ from compressor.evaluate.perplexity import limit_batch_size
 from compressor.measure.moments import ACCUMULATION_DTYPE
 from compressor.measure.profile import Profile
 from compressor.measure.regression import RankLadder
-from compressor.models.blocks import Block, BranchIndex, find_blocks, hidden_states_of, input_rows, output_rows
+from compressor.models.blocks import Block, find_blocks, hidden_states_of, input_rows, output_rows
+from compressor.models.branches import BranchIndex
 from compressor.models.offload import device_of
 from compressor.models.residual import Stream, open_stream, resume
 from compressor.models.source import identify

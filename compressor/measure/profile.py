@@ -32,7 +32,8 @@ from compressor.measure.regression import (
     rank_r2,
     solve,
 )
-from compressor.models.blocks import BRANCHES, Block, BranchIndex, Rows, find_blocks, find_branches
+from compressor.models.blocks import Block, Rows, find_blocks, find_branches
+from compressor.models.branches import BRANCHES, BranchIndex
 from compressor.models.layer_states import LayerStates
 from compressor.models.offload import device_of
 from compressor.models.residual import CALIBRATION_PARTS

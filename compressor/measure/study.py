@@ -25,7 +25,8 @@ from compressor.measure.probes import (
 from compressor.measure.profile import Profile
 from compressor.measure.swap import SWAPPED_BELOW, Sweep, Sweeper
 from compressor.measure.verdicts import SAFE_NATS, Verdict, judge_all, judge_texts
-from compressor.models.blocks import Block, BranchIndex
+from compressor.models.blocks import Block
+from compressor.models.branches import BranchIndex
 from compressor.models.source import identify
 from compressor.runtime.cache import Tensors, cache_key
 from compressor.runtime.context import RunContext

@@ -28,16 +28,8 @@ from compressor.evaluate.perplexity import (
 from compressor.measure.moments import ACCUMULATION_DTYPE
 from compressor.measure.profile import BlockProfile, Profile
 from compressor.modeling_compressor import Replacement
-from compressor.models.blocks import (
-    ATTENTION_RETURNS,
-    Block,
-    BranchIndex,
-    Rows,
-    capture_rows,
-    find_blocks,
-    layer_of,
-    placement_of,
-)
+from compressor.models.blocks import ATTENTION_RETURNS, Block, Rows, capture_rows, find_blocks, placement_of
+from compressor.models.branches import BranchIndex, layer_of
 from compressor.models.residual import Stream, measure_stream_gain, open_stream
 from compressor.models.source import identify, stored_dtype
 from compressor.patch.checkpoint import count_parameters

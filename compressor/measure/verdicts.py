@@ -11,7 +11,7 @@ from compressor.evaluate.budget import USUAL_NATS
 from compressor.evaluate.perplexity import PerplexityChange
 from compressor.measure.gradients import Damage
 from compressor.measure.profile import BlockProfile, Profile
-from compressor.models.blocks import BranchIndex
+from compressor.models.branches import BranchIndex
 
 SAFE_NATS = USUAL_NATS  # without a budget, a block is safe when its linear map costs less than this
 EXPECTED_FACTOR = 2.0  # a measured cost of up to this many times the prediction confirms the prediction

@@ -15,19 +15,18 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import total_ordering
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from compressor.models.branches import BRANCHES, AttentionOf, BranchIndex, branch_of, layer_of
 from compressor.models.offload import device_of, fetch_weights
 from compressor.runtime.errors import InputError
 
 FFN_NAMES = ("mlp", "ffn", "feed_forward")
 ATTENTION_NAMES = ("self_attn", "attn", "attention", "self_attention")
 ATTENTION_RETURNS = 2  # values in the tuple that attention returns: its output, and its weights or None
-BRANCHES = ("ffn", "attention")
 CHECKED = "compressor_attention"  # the attribute of a model that was tried: layers with usual attention
 PROBE_TOKENS = 12
 SPLIT_FFN = ("fc1", "activation_fn", "fc2")
@@ -69,38 +68,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "stablelm": Architecture("model.layers"),
     "starcoder2": Architecture("model.layers"),
 }
-
-
-@total_ordering
-@dataclass(frozen=True)
-class AttentionOf:
-    """The name of a layer's attention among the branches; an FFN is named by the number of its layer alone.
-
-    In order, attention comes before the FFN of its layer: AttentionOf(7) lies between 6 and 7.
-    """
-
-    layer: int
-
-    def __lt__(self, other: int | AttentionOf) -> bool:
-        if isinstance(other, AttentionOf):
-            return self.layer < other.layer
-        return self.layer <= other if isinstance(other, int) else NotImplemented
-
-    def __str__(self) -> str:
-        return f"{self.layer}.attention"
-
-
-BranchIndex = int | AttentionOf
-
-
-def layer_of(index: BranchIndex) -> int:
-    """The number of the layer that a branch belongs to."""
-    return index.layer if isinstance(index, AttentionOf) else index
-
-
-def branch_of(index: BranchIndex) -> str:
-    """Which branch of its layer an index names."""
-    return "attention" if isinstance(index, AttentionOf) else "ffn"
 
 
 @dataclass(frozen=True)

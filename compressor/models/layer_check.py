@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.models.blocks import Block, BranchIndex, Rows, capture_rows, hidden_states_of, run_block, unsupported
+from compressor.models.blocks import Block, Rows, capture_rows, hidden_states_of, run_block, unsupported
+from compressor.models.branches import BranchIndex
 from compressor.models.calls import (
     ArgumentPath,
     Call,

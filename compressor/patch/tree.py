@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from compressor.modeling_compressor import KeptHeads, Replacement, restore, specs, swap
-from compressor.models.blocks import Block, BranchIndex, placement_of
+from compressor.models.blocks import Block, placement_of
+from compressor.models.branches import BranchIndex
 from compressor.models.source import identify
 from compressor.runtime.cache import digest
 

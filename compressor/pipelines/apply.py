@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from compressor.models.blocks import AttentionOf, BranchIndex, find_branches
+from compressor.models.blocks import find_branches
+from compressor.models.branches import AttentionOf, BranchIndex
 from compressor.models.source import identify, source_of
 from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import Replacements, identify_patched, patched

@@ -20,7 +20,8 @@ from compressor.evaluate.speed import DECODED, LEAST_PAIRS, PREFILL_TOKENS, time
 from compressor.measure.gradients import GRADIENT_TOKENS
 from compressor.measure.moments import ACCUMULATION_DTYPE, add_gram
 from compressor.measure.swap import spread_windows
-from compressor.models.blocks import Block, BranchIndex, find_branches
+from compressor.models.blocks import Block, find_branches
+from compressor.models.branches import BranchIndex
 from compressor.models.offload import device_of, disk_weights_of
 from compressor.pipelines.job import Job
 from compressor.plan.block_trials import TRIAL_TOKENS

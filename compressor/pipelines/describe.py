@@ -22,7 +22,8 @@ from compressor.evaluate.speed import PairedTimes, Speed
 from compressor.evaluate.tasks import Task, TaskChange
 from compressor.export.llama import LLAMA_TYPES
 from compressor.modeling_compressor import specs
-from compressor.models.blocks import AttentionOf, find_attention, layer_of
+from compressor.models.blocks import find_attention
+from compressor.models.branches import AttentionOf, layer_of
 from compressor.models.heads import count_units
 from compressor.models.source import describe_origin, source_of, stored_dtype
 from compressor.patch.checkpoint import count_parameters

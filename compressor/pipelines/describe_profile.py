@@ -16,7 +16,8 @@ from compressor.measure.probes import BILINEAR_RANK, CONVERGED, ROUND, TRAINED_B
 from compressor.measure.profile import FIGURES, ROWS_PER_FEATURE, BlockProfile, Profile
 from compressor.measure.r2_interval import FEW_WINDOWS
 from compressor.measure.study import Study
-from compressor.models.blocks import AttentionOf, Block
+from compressor.models.blocks import Block
+from compressor.models.branches import AttentionOf
 from compressor.models.heads import layout_of
 from compressor.patch.checkpoint import count_parameters
 from compressor.pipelines.describe import (

@@ -21,7 +21,8 @@ from compressor.evaluate.perplexity import LARGEST_LOSS, Losses, evaluate, limit
 from compressor.evaluate.tasks import count_request_tokens, longest_sequence
 from compressor.measure.profile import moments_device
 from compressor.measure.swap import spread_windows
-from compressor.models.blocks import Block, BranchIndex, find_branches
+from compressor.models.blocks import Block, find_branches
+from compressor.models.branches import BranchIndex
 from compressor.models.neurons import Neurons
 from compressor.models.source import identify, stored_dtype
 from compressor.patch.checkpoint import count_parameters

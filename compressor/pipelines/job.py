@@ -20,7 +20,8 @@ from compressor.measure.gradients import Damage
 from compressor.measure.probes import refuse_different_widths
 from compressor.measure.profile import ROWS_PER_FEATURE, Profile, tokens_to_fit
 from compressor.measure.study import Study, StudyOptions, study
-from compressor.models.blocks import BranchIndex, find_blocks, find_branches
+from compressor.models.blocks import find_blocks, find_branches
+from compressor.models.branches import BranchIndex
 from compressor.models.layer_check import check_layers
 from compressor.models.load import load_model, quiet
 from compressor.models.neurons import find_neurons

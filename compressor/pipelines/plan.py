@@ -11,7 +11,8 @@ from compressor.evaluate.speed import flops_per_token
 from compressor.measure.profile import Profile, measure
 from compressor.measure.study import Study
 from compressor.measure.verdicts import Verdict, judge_all
-from compressor.models.blocks import BranchIndex, find_branches
+from compressor.models.blocks import find_branches
+from compressor.models.branches import BranchIndex
 from compressor.models.source import identify
 from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import patched

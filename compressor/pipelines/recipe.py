@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from compressor.evaluate.budget import Budget, Removal, parse_budgets, parse_divergence, parse_task_drop
-from compressor.models.blocks import BRANCHES
+from compressor.models.branches import BRANCHES
 from compressor.plan.choices import BlockRange, Choices, Signal, check_branch, check_kind, resolve_choices
 from compressor.plan.shapes import KINDS
 from compressor.runtime.errors import InputError

@@ -9,7 +9,8 @@ from compressor.evaluate.budget import Budget, Removal, compute_limits, parse_bu
 from compressor.evaluate.perplexity import evaluate
 from compressor.measure.profile import Profile
 from compressor.measure.verdicts import judge_all
-from compressor.models.blocks import BranchIndex, find_blocks, find_branches
+from compressor.models.blocks import find_blocks, find_branches
+from compressor.models.branches import BranchIndex
 from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import patch
 from compressor.plan.choices import ANYTHING, Choices

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from compressor.models.blocks import AttentionOf, BranchIndex
+from compressor.models.branches import AttentionOf, BranchIndex
 from compressor.plan.frontier import LEAST_DAMAGE, Candidate, Cost, form_of
 
 MOST_TRIALS = 16  # layers whose attention is tried

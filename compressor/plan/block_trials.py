@@ -16,7 +16,7 @@ from torch import Tensor
 from compressor.evaluate.fidelity import Reference, evaluate_against, measure_source
 from compressor.evaluate.perplexity import limit_batch_size
 from compressor.measure.swap import spread_windows
-from compressor.models.blocks import layer_of
+from compressor.models.branches import layer_of
 from compressor.models.residual import Stream, open_stream
 from compressor.patch.tree import patched
 from compressor.plan.fit import Fitter

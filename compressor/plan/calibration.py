@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from compressor.evaluate.intervals import student_quantile
-from compressor.models.blocks import BranchIndex, layer_of
+from compressor.models.branches import BranchIndex, layer_of
 from compressor.plan.block_trials import BlockTrial, BlockTrials
 from compressor.plan.candidates import BlockCandidates
 from compressor.plan.choices import ANYTHING, Choices

@@ -17,7 +17,8 @@ from torch import Tensor
 from compressor.measure.gradients import Damage, Gradients, orders_from_errors, predict_ladder_damage
 from compressor.measure.moments import ACCUMULATION_DTYPE, Moments
 from compressor.measure.regression import RankLadder, choose_ridge, decompose, reduce_rank
-from compressor.models.blocks import Block, BranchIndex
+from compressor.models.blocks import Block
+from compressor.models.branches import BranchIndex
 from compressor.models.heads import Heads
 from compressor.models.neurons import Neurons
 from compressor.plan.frontier import FORMS, Candidate, form_of, list_ranks, lower_hull

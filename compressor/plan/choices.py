@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from compressor.models.blocks import BRANCHES, AttentionOf, BranchIndex, branch_of, layer_of
+from compressor.models.branches import BRANCHES, AttentionOf, BranchIndex, branch_of, layer_of
 from compressor.plan.shapes import KINDS, Shape
 from compressor.runtime.errors import InputError
 

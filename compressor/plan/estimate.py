@@ -18,7 +18,8 @@ from torch import Tensor
 
 from compressor.measure.gradients import Gradients, visit_gradients
 from compressor.measure.moments import ACCUMULATION_DTYPE
-from compressor.models.blocks import Block, BranchIndex
+from compressor.models.blocks import Block
+from compressor.models.branches import BranchIndex
 from compressor.models.heads import Heads
 from compressor.plan.candidates import Units, activations_of, shape_size, unit_counts
 from compressor.plan.frontier import Candidate, grow_plans, lower_hull

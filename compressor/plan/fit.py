@@ -11,7 +11,8 @@ from torch import Tensor
 from compressor.measure.moments import ACCUMULATION_DTYPE
 from compressor.measure.profile import moments_device
 from compressor.modeling_compressor import SCHEMA_VERSION, KeptHeads, Replacement, restore, swap
-from compressor.models.blocks import ATTENTION_RETURNS, Block, BranchIndex, layer_of
+from compressor.models.blocks import ATTENTION_RETURNS, Block
+from compressor.models.branches import BranchIndex, layer_of
 from compressor.models.heads import Heads
 from compressor.models.neurons import Neurons
 from compressor.models.residual import measure_stream_gain

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from compressor.models.blocks import AttentionOf, BranchIndex
+from compressor.models.branches import AttentionOf, BranchIndex
 from compressor.plan.shapes import Shape
 
 Growth = tuple[dict[BranchIndex, Shape], float]  # a plan and its predicted damage

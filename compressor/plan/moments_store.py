@@ -18,16 +18,8 @@ from compressor.measure.calibration_pass import own_blocks, owner_of, visit_rows
 from compressor.measure.gradients import GRADIENT_TOKENS, Gradients, visit_gradients
 from compressor.measure.moments import ACCUMULATION_DTYPE, Moments
 from compressor.measure.profile import merge_processes, moments_device, row_weights
-from compressor.models.blocks import (
-    AttentionOf,
-    Block,
-    BranchIndex,
-    Rows,
-    branch_of,
-    capture_rows,
-    find_blocks,
-    find_branches,
-)
+from compressor.models.blocks import Block, Rows, capture_rows, find_blocks, find_branches
+from compressor.models.branches import AttentionOf, BranchIndex, branch_of
 from compressor.models.heads import Heads, anchor_layers, find_heads, record_attention
 from compressor.models.layer_states import LayerStates
 from compressor.models.neurons import Neurons, find_neurons

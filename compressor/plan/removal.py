@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from compressor.evaluate.budget import Removal, text_prefix
-from compressor.models.blocks import Block, BranchIndex
+from compressor.models.blocks import Block
+from compressor.models.branches import BranchIndex
 from compressor.plan.frontier import (
     Candidate,
     Growth,

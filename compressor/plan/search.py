@@ -15,7 +15,7 @@ from compressor.evaluate.perplexity import PerplexityChange
 from compressor.measure.gradients import Damage
 from compressor.measure.profile import Profile
 from compressor.measure.verdicts import Verdict
-from compressor.models.blocks import AttentionOf, BranchIndex, branch_of, layer_of
+from compressor.models.branches import AttentionOf, BranchIndex, branch_of, layer_of
 from compressor.plan.attention_trials import Scatter, believe_trial, choose_attention
 from compressor.plan.block_trials import BlockTrials
 from compressor.plan.calibration import Calibration, binding_calibration, calibrate, correct_predictions

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from compressor.models.blocks import AttentionOf, BranchIndex
+from compressor.models.branches import AttentionOf, BranchIndex
 
 KINDS = ("linear", "lowrank", "pruned", "hybrid", "bias")
 

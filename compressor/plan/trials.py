@@ -21,7 +21,8 @@ from compressor.evaluate.fidelity import (
 from compressor.evaluate.perplexity import Losses, PerplexityChange, compare_parts, evaluate, limit_batch_size
 from compressor.evaluate.speed import is_slower
 from compressor.modeling_compressor import Replacement
-from compressor.models.blocks import AttentionOf, Block, BranchIndex, layer_of, modules_of
+from compressor.models.blocks import Block, modules_of
+from compressor.models.branches import AttentionOf, BranchIndex, layer_of
 from compressor.models.residual import Stream, open_stream
 from compressor.models.source import identify
 from compressor.patch.tree import patched

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from compressor.evaluate.budget import compute_limits, format_budgets
 from compressor.evaluate.evaluator import Evaluator, Measured
 from compressor.evaluate.tasks import Scores, TaskChange, find_lost_documents, split_documents
-from compressor.models.blocks import BranchIndex, layer_of
+from compressor.models.branches import BranchIndex, layer_of
 from compressor.patch.tree import identify_patched, patched
 from compressor.plan.removal import SizeTarget, explain_conflict, say_affordable, search_size
 from compressor.plan.search import Plan, Planner
