@@ -45,7 +45,8 @@ def choose_attention(rows: Mapping[BranchIndex, list[Candidate]], most: float) -
 
 
 def believe_trial(row: list[Candidate], tried: Candidate, cost: Cost, scatter: Scatter) -> list[Candidate]:
-    """The candidates of the tried form, with their damages corrected in proportion; none where the trial overflows.
+    """The candidates of a layer's attention, those of the tried form corrected in proportion; none where the trial
+    overflows.
 
     Prediction and measurement count by their certainty, and what is left uncertain counts as a cost: other documents
     may not be so lucky.
@@ -57,4 +58,5 @@ def believe_trial(row: list[Candidate], tried: Candidate, cost: Cost, scatter: S
     uncertain = UNCERTAINTY_PRICE * math.sqrt(weight) * noise
     expected = max(weight * cost.measured + (1 - weight) * tried.damage, 0.0) + uncertain + scatter.widening(noise)
     factor = max(expected / max(tried.damage, LEAST_DAMAGE), LEAST_SHARE)
-    return [replace(c, damage=factor * c.damage) for c in row if form_of(c) == form_of(tried)]
+    other = max(factor, 1.0)  # a trial of one form makes no other cheaper
+    return [replace(c, damage=(factor if form_of(c) == form_of(tried) else other) * c.damage) for c in row]

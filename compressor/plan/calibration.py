@@ -208,7 +208,11 @@ def calibrate(
     """
     progress = trials.store.context.progress
     allowed = [candidates[index] for index in sorted(candidates) if choices.allows_block(index)]
-    chosen = [candidate for of_block in allowed for candidate in typical_candidates(of_block, choices.kinds)]
+    chosen = [
+        candidate
+        for of_block in allowed
+        for candidate in typical_candidates(of_block, choices.kinds_of(of_block.block.index))
+    ]
     if all(trials.was_measured(candidate) for candidate in chosen):
         progress.say("agreement: measured before")
     points: dict[str, list[Point]] = {name: [] for name in trials.parts}

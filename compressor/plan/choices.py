@@ -15,6 +15,8 @@ from compressor.runtime.errors import InputError
 if TYPE_CHECKING:
     from compressor.measure.profile import Profile
 
+# What attention may become where no kinds are named: not heads with a map beside them, which GGUF cannot say.
+ATTENTION_KINDS = tuple(kind for kind in KINDS if kind != "hybrid")
 Signal = Literal["damage", "r2", "stream"]
 RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?(?:\.(ffn|attention))?", re.ASCII)
 
@@ -76,13 +78,17 @@ class Choices:
         named = {branch_of(index) for index in self.blocks or ()}
         return tuple(b for b in BRANCHES if b in self.branches and (self.blocks is None or b in named))
 
+    def kinds_of(self, index: BranchIndex) -> Collection[str]:
+        """The kinds that a block may become."""
+        return ATTENTION_KINDS if isinstance(index, AttentionOf) and self.kinds is KINDS else self.kinds
+
     def allows(self, index: BranchIndex, shape: Shape) -> bool:
         """Whether this block may take this shape."""
-        return self.allows_block(index) and shape.kind in self.kinds
+        return self.allows_block(index) and shape.kind in self.kinds_of(index)
 
     def keeps_neurons(self, index: BranchIndex) -> bool:
         """Whether a replacement of this block may keep some of its units."""
-        return self.allows_block(index) and any(kind in self.kinds for kind in ("pruned", "hybrid"))
+        return self.allows_block(index) and any(kind in self.kinds_of(index) for kind in ("pruned", "hybrid"))
 
     def refuse_unknown(self, blocks: int) -> None:
         """InputError when a kind is not known or the model, which has this many blocks, lacks one that is named."""
