@@ -130,7 +130,7 @@ class Recipe(BaseModel):
         default=None, description=f"what a block may become, by commas: {','.join(KINDS)}  [all]"
     )
     branches: ChoiceWords | None = Field(
-        default=None, description="which branches of a layer may be replaced: ffn, attention, or all  [all]"
+        default=None, description="which branches of a layer may be replaced: ffn, attention, or all  [ffn]"
     )
     blocks: ChoiceWords | None = Field(
         default=None, description="blocks that may be replaced: 0-3 (FFNs), 7.attention  [all]"
@@ -284,9 +284,10 @@ class Recipe(BaseModel):
         return tuple(branch for branch in BRANCHES if branch in words or "all" in words)
 
     def choices(self, blocks: int) -> Choices:
-        """What may change in a model with this many layers."""
+        """What may change in a model with this many layers: FFNs, where neither --branches nor --blocks says more."""
+        usual = "all" if any(word.strip().endswith(".attention") for word in self.blocks or []) else "ffn"
         named = {"kinds": self.kinds, "only": self.blocks, "skip": self.skip}
-        return resolve_choices(blocks, **named, rank_by=self.rank_by, branches=self.branches_or("all"))
+        return resolve_choices(blocks, **named, rank_by=self.rank_by, branches=self.branches_or(usual))
 
     def settings(self) -> dict[str, Any]:
         """The keys that determine the result, without where it goes."""
