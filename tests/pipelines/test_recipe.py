@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from compressor.evaluate.budget import Budget, parse_task_drops
+from compressor.models.branches import AttentionOf
 from compressor.pipelines.recipe import Recipe, dump, resolve
 from compressor.plan.choices import Choices
 from compressor.runtime.errors import InputError
@@ -153,7 +154,10 @@ def test_choices_are_words_numbers_or_lists_of_them(tmp_path: Path) -> None:
     assert (choices.kinds, choices.blocks, choices.rank_by) == ({"linear", "lowrank"}, {0, 2}, "r2")
     assert resolve(write(tmp_path, dump(recipe, "header")), {}) == recipe
     assert resolve(file, {"blocks": ["5,6"]}).choices(7).blocks == {5, 6}
-    assert Recipe().choices(7) == Choices()
+    assert Recipe().choices(7) == Choices(branches=("ffn",))
+    assert Recipe(branches=["all"]).choices(7) == Choices()
+    named = Recipe(blocks=["1", "2.attention"]).choices(7)
+    assert (named.branches, named.blocks) == (("ffn", "attention"), {1, AttentionOf(2)})
 
 
 def test_a_plain_budget_is_that_of_all_texts_without_their_own() -> None:
