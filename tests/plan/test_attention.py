@@ -128,8 +128,9 @@ def test_branches_of_a_recipe(tmp_path: Path) -> None:
     file.write_text(dump(recipe, "header"), encoding="utf-8")
     assert resolve(file, {}) == recipe
     assert resolve(file, {"branches": ["all"], "blocks": ["2"], "skip": ["0"]}).choices(7).blocks == {2}
-    for words in (["all"], ["ffn,attention"], ["attention", "ffn"], ["attention,all"], None):
+    for words in (["all"], ["ffn,attention"], ["attention", "ffn"], ["attention,all"]):
         assert Recipe(branches=words).choices(7) == Choices()
+    assert Recipe().choices(7) == Choices(branches=("ffn",))
     file.write_text("branches: [ffn, heads]\n", encoding="utf-8")
     with pytest.raises(InputError, match=r"--branches heads is not known; use ffn, attention or all$"):
         resolve(file, {})

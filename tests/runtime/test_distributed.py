@@ -78,7 +78,7 @@ def place(compress: Compress, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job(root: Path, out: str) -> list[Any]:
-    return [*JOB, "--text", root / "corpus.txt", "--out", root / out]
+    return [*JOB, "--branches", "all", "--text", root / "corpus.txt", "--out", root / out]
 
 
 def test_two_processes_of_torchrun_write_what_one_writes(place: Path) -> None:
