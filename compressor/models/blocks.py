@@ -12,13 +12,14 @@ names the family.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from compressor.models.branches import BRANCHES, AttentionOf, BranchIndex, branch_of, layer_of
 from compressor.models.offload import device_of, fetch_weights
@@ -187,14 +188,19 @@ def list_usual_attention(model: Any, blocks: list[Block]) -> list[int]:
                 usual.append(block.layer)
 
         handles.append(model.get_submodule(block.path).register_forward_hook(look, with_kwargs=True))
+    run_probe(model, handles)
+    return [layer for layer in usual if usual.count(layer) == 1]
+
+
+def run_probe(model: Any, hooks: Iterable[RemovableHandle]) -> None:
+    """Run the model on a few tokens, and take these hooks away."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokens = (torch.arange(PROBE_TOKENS) % vocabulary)[None].to(device_of(model))
     try:
         backbone(model)(input_ids=tokens, use_cache=False)
     finally:
-        for handle in handles:
-            handle.remove()
-    return [layer for layer in usual if usual.count(layer) == 1]
+        for hook in hooks:
+            hook.remove()
 
 
 def find_branches(model: nn.Module, branches: Collection[str] = BRANCHES) -> list[Block]:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from compressor.modeling_compressor import KeptHeads
-from compressor.models.blocks import PROBE_TOKENS, Block, backbone, hidden_states_of, modules_of, output_rows
+from compressor.models.blocks import Block, hidden_states_of, modules_of, output_rows, run_probe, with_hidden_states
 from compressor.models.neurons import Matrix
-from compressor.models.offload import device_of
 
 TOLERANCE, TOLERANCE_IN_EPSILONS = 1e-4, 32  # of the output's size: at least, and in units of the dtype's epsilon
 
@@ -181,27 +180,16 @@ def record_attention(model: Any, blocks: Sequence[Block]) -> dict[int, Attention
             inner[layer] = args[0].reshape(-1, args[0].shape[-1])
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any, layer: int = block.layer) -> None:
-            calls[layer] = AttentionCall(args, kwargs, clone_hidden(output), inner.pop(layer, None))
+            own = with_hidden_states(output, hidden_states_of(output).clone())  # some layers add to them in place
+            calls[layer] = AttentionCall(args, kwargs, own, inner.pop(layer, None))
 
         module = model.get_submodule(block.path)
         output = getattr(module, layout.output, None)
         if isinstance(output, nn.Module):
             handles.append(output.register_forward_pre_hook(before_output))
         handles.append(module.register_forward_hook(after, with_kwargs=True))
-    rows = model.get_input_embeddings().weight.shape[0]
-    tokens = (torch.arange(PROBE_TOKENS) % rows)[None].to(device_of(model))
-    try:
-        backbone(model)(input_ids=tokens, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    run_probe(model, handles)
     return calls
-
-
-def clone_hidden(output: Any) -> Any:
-    """The output with hidden states of its own: some layers add to them in place."""
-    hidden = hidden_states_of(output).clone()
-    return (hidden, *output[1:]) if isinstance(output, (tuple, list)) else hidden
 
 
 def layout_of(model: Any) -> Layout:

@@ -142,8 +142,8 @@ def survey_block(
     mean_errors = linear_moments(fit, outer, bias).mean_y - gradients.y.to(fit.xx)
     damage.by_rank[0], damage.slopes[0] = orders_from_errors(mean_errors, gradients)
     table = [
-        (-1 if r is None else r, 0, damage.by_rank[-1 if r is None else r].item(), slope_of(damage.slopes, r))
-        for r in list_ranks(block.width)
+        (r, 0, damage.by_rank[r].item(), damage.slopes[r].item())
+        for r in (-1 if rank is None else rank for rank in list_ranks(block.width))
     ]
     ridges = [choose_shrinkage(scale_moments(mapped, outer), mapped_held, outer, no_units, None, root)[0], 0.0]
     orders = torch.zeros(2, 0, dtype=torch.long)
@@ -172,11 +172,6 @@ def survey_block(
         "orders": orders,
         "table": torch.tensor(table, dtype=torch.float64),
     }
-
-
-def slope_of(slopes: Tensor, rank: int | None) -> float:
-    """The slope of the map of this rank; None is the full one."""
-    return slopes[-1 if rank is None else rank].item()
 
 
 def activations_of(units: Units, gradients: Gradients) -> Tensor:

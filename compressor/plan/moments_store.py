@@ -269,7 +269,7 @@ def memory_bytes(blocks: Iterable[Block], units: Mapping[BranchIndex, Units | No
 def find_units(
     model: Any, blocks: Sequence[Block], with_units: Collection[BranchIndex]
 ) -> dict[BranchIndex, Units | None]:
-    """The neurons or heads of these blocks where they are wanted, None for the others and where there are none."""
+    """The heads of attention, and the neurons of FFNs where they are wanted; None where there are none."""
     attention = [block for block in blocks if block.is_attention]
     calls = record_attention(model, attention) if attention else {}
     units: dict[BranchIndex, Units | None] = {}
