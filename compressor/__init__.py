@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from compressor.export.hub import push
     from compressor.measure.profile import measure
     from compressor.models.load import load_model as load
+    from compressor.models.writer import Writer
     from compressor.pipelines.outputs import save
     from compressor.plan.api import apply, plan
     from compressor.plan.choices import Choices
@@ -36,6 +37,7 @@ __all__ = [
     "Choices",
     "RunContext",
     "Shape",
+    "Writer",
     "__version__",
     "apply",
     "evaluate",
@@ -56,6 +58,7 @@ offer(
         "Choices": "plan.choices",
         "RunContext": "runtime.context",
         "Shape": "plan.shapes",
+        "Writer": "models.writer",
         "apply": "plan.api",
         "evaluate": "evaluate",
         "export": "export",

@@ -19,9 +19,17 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from zoo import tiny_tokenizer
 
-from compressor import text as texts
 from compressor.runtime.errors import InputError
-from compressor.text import CHARACTERS_PER_TOKEN, Document, Text, bos_prefix, cut_windows, load_text, subsample
+from compressor.text import (
+    CHARACTERS_PER_TOKEN,
+    Document,
+    Text,
+    bos_prefix,
+    cut_windows,
+    load_text,
+    sources,
+    subsample,
+)
 
 SIZES = {"seq_len": 16, "calib_tokens": 800, "select_tokens": 160, "verify_tokens": 320}
 SPLITS = ("calibration", "selection", "verification")
@@ -218,7 +226,7 @@ def test_text_is_tokenised_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         documents = [Document(0, content)]
         whole, _ = cut_windows(documents, Bytes(), 16, [])
         with monkeypatch.context() as patch:
-            patch.setattr(texts, "CHARACTERS_AT_ONCE", 100)
+            patch.setattr("compressor.text.windows.CHARACTERS_AT_ONCE", 100)
             assert torch.equal(cut_windows(documents, Bytes(), 16, [])[0], whole)
 
 
@@ -348,7 +356,7 @@ class Hub:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     stub = Hub()
-    monkeypatch.setattr(texts, "why_unreachable", lambda: None)
+    monkeypatch.setattr(sources, "why_unreachable", lambda: None)
     monkeypatch.setattr(datasets, "load_dataset", stub)
     return stub
 

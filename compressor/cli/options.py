@@ -85,7 +85,7 @@ ARGUMENTS = ("model",)  # fields of the recipe that are given without the name o
 HELP = {
     ("profile", "out"): "directory of the report  [MODEL-profile]",
     ("profile", "branches"): "what to measure: ffn, attention, or both by a comma  [ffn]",
-    ("profile", "text"): "UTF-8 file, wikitext2, hub:OWNER/NAME, or demo; repeat to compare corpora",
+    ("profile", "text"): "UTF-8 file, wikitext2, hub:OWNER/NAME, mix, self, or demo; repeat to compare corpora",
 }
 
 

@@ -97,7 +97,7 @@ def run(directory: Path, options: Mapping[str, Any], gate: Gate, context: RunCon
         recipe = recipe.model_copy(update={"max_task_drop": drops})
     origin = gate.source or str(recipe.model or recorded.source.model)
     compressed, original, tokenizer = load_both(directory, origin, recipe, recorded, gate, context)
-    text, recipe = open_text(recipe.model_copy(update={"model": origin}), original, tokenizer)
+    text, recipe = open_text(recipe.model_copy(update={"model": origin}), original, tokenizer, context)
     source = describe_source(original)
     sizes = describe_sizes(count_parameters(original), count_parameters(compressed))
     if baseline is not None and gate.baseline is not None:

@@ -23,6 +23,7 @@ from compressor.measure.swap import spread_windows
 from compressor.models.blocks import Block, find_branches
 from compressor.models.branches import BranchIndex
 from compressor.models.offload import device_of, disk_weights_of
+from compressor.models.writer import SAMPLE_DOCUMENTS, SAMPLE_TOKENS, STEP
 from compressor.pipelines.job import Job
 from compressor.plan.block_trials import TRIAL_TOKENS
 from compressor.plan.candidates import Units
@@ -30,6 +31,8 @@ from compressor.plan.moments_store import count_features
 from compressor.plan.selection import invert
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
+from compressor.runtime.names import SELF
+from compressor.text import SPLITS, group_by_name
 
 Kind = Literal["forward", "backward", "gram", "inverse", "decode", "seconds"]
 
@@ -64,6 +67,7 @@ class Step:
 SPEED_CALLS = 2 * (LEAST_PAIRS + 1)  # of each model's prefill, and of its decoding, when the two are timed
 STEPS = (
     Step("load", (), (Work("seconds", "opening", 1, 1),)),
+    Step("text", (STEP,), (Work("seconds", "writing", 0.3, 1.2),), kept="text"),
     Step("source", ("source",), (Work("forward", "verification", 1, 1),), kept="source"),
     Step(
         "measure",
@@ -153,6 +157,7 @@ def count_quantities(job: Job, requested: int, opening: float, stored: int) -> d
     timed = 0 if disk_weights_of(job.model) is not None else 1  # nothing is timed where weights are on disk
     return {
         "opening": opening,
+        "writing": estimate_writing(job),
         "calibration": text.calibration.tokens,
         "selection": text.selection.tokens,
         "verification": text.verification.tokens,
@@ -167,6 +172,15 @@ def count_quantities(job: Job, requested: int, opening: float, stored: int) -> d
         "storing": stored / STORED_BYTES,
         "report": REPORT_SECONDS,
     }
+
+
+def estimate_writing(job: Job) -> float:
+    """Seconds that the model would write its own text for, from those of the sample that it wrote for every split."""
+    texts = group_by_name(job.recipe.text or [])
+    written = sum(SELF in names for names in texts.values()) / max(1, len(texts))
+    tokens = sum(getattr(job.text, split).tokens for split in SPLITS)
+    sampled = len(SPLITS) * SAMPLE_DOCUMENTS * SAMPLE_TOKENS
+    return written * tokens / sampled * job.context.progress.seconds.get(STEP, 0.0)
 
 
 def add_up(

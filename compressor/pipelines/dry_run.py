@@ -25,6 +25,7 @@ from compressor.models.blocks import Block, find_branches
 from compressor.models.branches import BranchIndex
 from compressor.models.neurons import Neurons
 from compressor.models.source import identify, stored_dtype
+from compressor.models.writer import Writer
 from compressor.patch.checkpoint import count_parameters
 from compressor.pipelines.costs import (
     Rates,
@@ -63,6 +64,7 @@ from compressor.runtime.context import RunContext
 from compressor.runtime.names import RECORD
 from compressor.runtime.outputs import refuse_output
 from compressor.runtime.resources import available_memory, free_disk
+from compressor.text import SPLITS
 
 SAMPLE_TOKENS = 1024
 SAMPLE_SECONDS = 15.0  # that the passes over the sample may take
@@ -76,7 +78,8 @@ def run(recipe: Recipe, context: RunContext) -> DryRunRecord:
     watch = Stopwatch()
     recipe.require_budget()
     out = None if recipe.out is None else refuse_output(recipe.out, recipe.overwrite, recipe.model, RECORD)
-    job = open_job(recipe, replace(context, cache=Cache(None, context.progress)), with_choices=True)
+    untouched = replace(context, cache=Cache(None, context.progress))
+    job = open_job(recipe, untouched, with_choices=True, sample_only=True)
     if out is not None:
         require_room(job, out)
     opening = watch.seconds
@@ -87,6 +90,8 @@ def run(recipe: Recipe, context: RunContext) -> DryRunRecord:
     store = MomentsStore(job.model, job.text, units, context.cache, job.context)
     refuse_short_disk(store)
     kept = find_kept(store, evaluator)
+    if is_written(job, context.cache):
+        kept.append("text")
     size, rates, baselines = sample(job, evaluator, blocks, units)
     stored = count_parameters(job.model) * stored_dtype(job.model).itemsize
     quantities = count_quantities(job, count_requested(job), opening, stored)
@@ -125,6 +130,12 @@ def find_kept(store: MomentsStore, evaluator: Evaluator) -> list[str]:
         "statistics": [store.key(kind, block) for kind in ("moments", "survey") for block in store.blocks.values()],
     }
     return [name for name, of_it in keys.items() if all(store.cache.has(key) for key in of_it)]
+
+
+def is_written(job: Job, cache: Cache) -> bool:
+    """Whether the cache has text that this model wrote for every split, at least the first of it."""
+    writer = Writer(job.model, job.tokenizer, job.context)
+    return all(cache.has(writer.key(split, 0, job.recipe.seed)) for split in SPLITS)
 
 
 def sample(

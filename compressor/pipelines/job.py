@@ -25,7 +25,9 @@ from compressor.models.branches import BranchIndex
 from compressor.models.layer_check import check_layers
 from compressor.models.load import load_model, quiet
 from compressor.models.neurons import find_neurons
+from compressor.models.offload import disk_weights_of
 from compressor.models.source import context_length, source_of, stored_dtype
+from compressor.models.writer import Writer
 from compressor.patch.checkpoint import count_parameters, refuse_foreign_code
 from compressor.pipelines.recipe import Recipe
 from compressor.plan.choices import ANYTHING, Choices
@@ -33,11 +35,20 @@ from compressor.plan.removal import SizeTarget, refuse_too_large
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
-from compressor.runtime.names import CALIBRATION_TOKENS, HUB_TEXTS, RECORD
+from compressor.runtime.names import BUILT_IN_TEXTS, CALIBRATION_TOKENS, HUB_TEXTS, MIX, RECORD, SELF
 from compressor.runtime.outputs import reserved
 from compressor.runtime.progress import Progress
 from compressor.runtime.resources import require_disk
-from compressor.text import SPLITS, ShortText, Text, group_by_name, load_text, parse_text_argument
+from compressor.text import (
+    SPLITS,
+    MissingDataSet,
+    ShortText,
+    Text,
+    find_data_set,
+    group_by_name,
+    load_text,
+    parse_text_argument,
+)
 
 DEFAULT_SEQ_LEN = 512
 ROWS_PER_NEURON = 4  # fitted rows for every input and neuron: with half as many the error of a fit is a fifth larger
@@ -82,10 +93,18 @@ def context_for(recipe: Recipe, context: RunContext) -> RunContext:
     return replace(context, batch_size=recipe.batch_size, seed=recipe.seed, confidence=recipe.confidence)
 
 
-def open_job(recipe: Recipe, context: RunContext, *, with_tasks: bool = True, with_choices: bool = False) -> Job:
+def open_job(
+    recipe: Recipe,
+    context: RunContext,
+    *,
+    with_tasks: bool = True,
+    with_choices: bool = False,
+    sample_only: bool = False,
+) -> Job:
     """Load tasks, model and text, or say in one line what is wrong with any of them.
 
-    `with_choices`: a search follows, so what the recipe says may change is looked for in the model.
+    `with_choices`: a search follows, so what the recipe says may change is looked for in the model. `sample_only`: of
+    text that the model itself writes, only a sample is written, which stands for all of it.
     """
     began = time.perf_counter()
     context = context_for(recipe, context)
@@ -116,11 +135,12 @@ def open_job(recipe: Recipe, context: RunContext, *, with_tasks: bool = True, wi
         find_prefix_token(model, tokenizer, task)  # a task that this tokenizer cannot do is refused here
     other = load_other(recipe, model, context) if recipe.cross else None
     asked = recipe.calib_tokens
-    text, recipe = open_text(recipe, model, tokenizer, context.progress)
+    writer = Writer(model, tokenizer, context, sample_only)
+    text, recipe = open_text(recipe, model, tokenizer, context, writer=writer)
     advise_batches(text, context)
     advise_windows(text, context)
     other_recipe = recipe.model_copy(update={"calib_tokens": asked})
-    crossed = (other[0], open_text(other_recipe, *other, context.progress)[0]) if other else None
+    crossed = (other[0], open_text(other_recipe, *other, context, writer=writer)[0]) if other else None
     return Job(model, tokenizer, text, tasks, recipe, context, began, crossed, choices)
 
 
@@ -176,19 +196,60 @@ def read_escapes(separator: str | None) -> str | None:
 
 def absolute(name: str) -> str:
     """A path that still holds from another working directory; anything else, and what is built in, as it is."""
-    if name == "demo" or name in HUB_TEXTS:
+    if name in BUILT_IN_TEXTS or name in HUB_TEXTS:
         return name
     return os.path.abspath(os.path.expanduser(name)) if Path(name).expanduser().exists() else name
 
 
-def open_text(recipe: Recipe, model: Any, tokenizer: Any, progress: Progress | None = None) -> tuple[Text, Recipe]:
-    """The text in windows that the model can take, and the recipe with what was chosen for it."""
+def choose_text(recipe: Recipe, model: Any, context: RunContext) -> list[str]:
+    """The words of --text. Where it is not given: the built-in text for the built-in model, WikiText for others and,
+    where that cannot be had, what the model writes itself; or the built-in mix, where the model's weights are on disk.
+    """
+    if recipe.text or recipe.model == "demo":
+        return recipe.text or ["demo"]
+    usual = next(iter(HUB_TEXTS))
+    # The first process decides for all: another one may or may not reach the Hub.
+    reason = distributed.broadcast_value(why_missing(usual) if distributed.rank() == 0 else None)
+    if reason is None:
+        return [usual]
+    name, instead = SELF, "the model writes its own text"
+    if disk_weights_of(model) is not None:
+        name, instead = MIX, "the built-in mix is the text"
+    context.progress.say(
+        f"no --text is given and {reason}: {instead} (--text {name}); a text of your own is better: --text PATH"
+    )
+    return [name]
+
+
+def why_missing(name: str) -> str | None:
+    """Why a data set cannot be loaded; None where it can."""
+    try:
+        with quiet():
+            find_data_set(name)
+    except MissingDataSet as error:
+        return str(error).partition(";")[0]
+    return None
+
+
+def open_text(
+    recipe: Recipe,
+    model: Any,
+    tokenizer: Any,
+    run: RunContext,
+    *,
+    heal_tokens: int = 0,
+    writer: Writer | None = None,
+) -> tuple[Text, Recipe]:
+    """The text in windows that the model can take, and the recipe with what was chosen for it.
+
+    `writer` writes `--text self`; without one this model does.
+    """
     context = context_length(model)
     seq_len = recipe.seq_len or min(DEFAULT_SEQ_LEN, context or DEFAULT_SEQ_LEN)
     if context is not None and seq_len > context:
         raise InputError(f"--seq-len {seq_len} is beyond the model's context of {context}; try --seq-len {context}")
     names = []
-    for word in recipe.text or (["demo"] if recipe.model == "demo" else ["wikitext2"]):
+    for word in choose_text(recipe, model, run):
         name, rest = parse_text_argument(word)
         names.append(absolute(rest) if name is None else f"{name}={absolute(rest)}")
     size = None if recipe.calib_tokens else choose_calibration(model, seq_len)
@@ -201,15 +262,17 @@ def open_text(recipe: Recipe, model: Any, tokenizer: Any, progress: Progress | N
             calib_tokens=tokens,
             select_tokens=recipe.select_tokens,
             verify_tokens=recipe.verify_tokens,
+            heal_tokens=heal_tokens,
             document_separator=read_escapes(recipe.document_separator),
             seed=recipe.seed,
+            writer=writer or Writer(model, tokenizer, run),
         )
 
     with quiet():
         texts = len(group_by_name(names))
         text = read_enough(read, size.tokens, texts * seq_len) if size else read(recipe.calib_tokens or 0)
-    if size and progress:
-        progress.say(size.describe(text))
+    if size:
+        run.progress.say(size.describe(text))
     largest = max(int(getattr(text, name).windows.max()) for name in SPLITS)
     rows = model.get_input_embeddings().weight.shape[0]
     if largest >= rows:

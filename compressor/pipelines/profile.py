@@ -73,7 +73,7 @@ def open_corpora(recipe: Recipe, context: RunContext) -> tuple[Job, dict[str, Te
     texts = {first: job.text}
     for name in others:
         asked = job.recipe.model_copy(update={"text": corpora[name], "calib_tokens": recipe.calib_tokens})
-        texts[name] = open_text(asked, job.model, job.tokenizer, job.context.progress)[0]
+        texts[name] = open_text(asked, job.model, job.tokenizer, job.context)[0]
     if others:
         words = [f"{name}={file}" for name, files in corpora.items() for file in files]
         job = replace(job, recipe=job.recipe.model_copy(update={"text": words}))

@@ -146,7 +146,7 @@ class Recipe(BaseModel):
     text: Words | None = Field(
         default=None,
         description="UTF-8 file (repeat for several; NAME=FILE for a text with a budget of its own), wikitext2, "
-        "hub:OWNER/NAME, or demo  [wikitext2]",
+        "hub:OWNER/NAME, mix (built in), self (the model writes it), or demo  [wikitext2; without the Hub self]",
     )
     document_separator: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,

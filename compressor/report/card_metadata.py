@@ -21,7 +21,7 @@ from compressor.report.record import Record, SavedRecord
 from compressor.report.record_parts import present
 from compressor.runtime.card_rules import DATASET, LANGUAGE, LICENSE, fits, matching
 from compressor.runtime.errors import reason_of, shorten, visible
-from compressor.runtime.names import HUB_SPLITS, HUB_TEXTS, NO_LIMIT, UNNAMED, split_name
+from compressor.runtime.names import HUB_SPLITS, HUB_TEXTS, MIX, NO_LIMIT, SELF, UNNAMED, split_name
 from compressor.runtime.network import is_repo_id
 from compressor.runtime.safe_files import load_yaml
 
@@ -137,8 +137,9 @@ def describe_dataset(words: list[str], name: str) -> Dataset:
 
 def name_text(word: str) -> str:
     """A text as it may be called in public: without the directory that it lies in."""
-    if word == "demo":
-        return "built-in text of compressor"
+    built_in = {"demo": "built-in text of compressor", MIX: "built-in mix of compressor", SELF: "text the model wrote"}
+    if word in built_in:
+        return built_in[word]
     if word.startswith("hub:"):
         return clean_name(word.removeprefix("hub:"))
     return clean_name(last_part(word))

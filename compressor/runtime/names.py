@@ -10,6 +10,9 @@ DEMO = Path(__file__).parents[1] / "demo"
 NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.:-]+)=(?P<rest>.*)", re.DOTALL)
 
 HUB_TEXTS = {"wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
+MIX, SELF = "mix", "self"
+BUILT_IN_TEXTS = ("demo", MIX, SELF)  # texts that need neither a file nor the Hub
+SPLITS = ("calibration", "selection", "verification")
 HUB_SPLITS = ("train", "validation", "test")
 NO_LIMIT = "no limit"  # on perplexity, where only a size was asked for
 UNNAMED = "text"  # all texts that the user gave no name

@@ -1,0 +1,46 @@
+"""Windows of tokens in three disjoint splits, of one text or several: read from files and the Hub, or written."""
+
+from compressor.runtime.names import SPLITS
+from compressor.text.documents import Document, divide, subsample
+from compressor.text.sources import DEMO_TEXT, MIX_TEXT, MissingDataSet, datasets_offline, find_data_set, read_text_file
+from compressor.text.windows import (
+    CHARACTERS_PER_TOKEN,
+    HELD_OUT_EVERY,
+    DocumentWriter,
+    ShortText,
+    Split,
+    Text,
+    batches,
+    bos_prefix,
+    cut_windows,
+    group_by_name,
+    load_text,
+    parse_text_argument,
+    seed_of,
+)
+
+__all__ = [
+    "CHARACTERS_PER_TOKEN",
+    "DEMO_TEXT",
+    "HELD_OUT_EVERY",
+    "MIX_TEXT",
+    "SPLITS",
+    "Document",
+    "DocumentWriter",
+    "MissingDataSet",
+    "ShortText",
+    "Split",
+    "Text",
+    "batches",
+    "bos_prefix",
+    "cut_windows",
+    "datasets_offline",
+    "divide",
+    "find_data_set",
+    "group_by_name",
+    "load_text",
+    "parse_text_argument",
+    "read_text_file",
+    "seed_of",
+    "subsample",
+]
