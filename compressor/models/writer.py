@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -113,8 +114,10 @@ class Writer:
     @property
     def first_token(self) -> int | None:
         """What every document begins after: the beginning or, without one, the end of a text; None: nothing."""
-        found = self.tokenizer.bos_token_id
-        return self.tokenizer.eos_token_id if found is None else found
+        first: int | None = self.tokenizer.bos_token_id
+        if first is None:
+            first = self.tokenizer.eos_token_id
+        return first
 
     @property
     def end_tokens(self) -> list[int]:
@@ -142,8 +145,8 @@ class Writer:
         device = device_of(self.model)
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
         config = self.model.config.get_text_config()
-        keys = 2 * config.num_hidden_layers * config.hidden_size * self.model.dtype.itemsize * length
-        logits = 24 * self.model.get_input_embeddings().weight.shape[0]
+        keys: int = 2 * config.num_hidden_layers * config.hidden_size * self.model.dtype.itemsize * length
+        logits: int = 24 * self.model.get_input_embeddings().weight.shape[0]
         return max(1, int(MEMORY_SHARE * free) // (keys + logits))
 
     def continue_words(self, words: list[int], uniforms: Tensor, start: int) -> list[list[int]]:
@@ -240,4 +243,5 @@ def is_degenerate(ids: list[int], tokenizer: Any) -> bool:
 
 def unpack(chunk: Tensors) -> list[list[int]]:
     """The documents of a chunk."""
-    return [ids.tolist() for ids in chunk["ids"].split(chunk["lengths"].tolist())]
+    ids, stops = chunk["ids"].tolist(), chunk["lengths"].cumsum(0).tolist()
+    return [ids[start:stop] for start, stop in pairwise([0, *stops])]

@@ -178,7 +178,7 @@ def estimate_writing(job: Job) -> float:
     """Seconds that the model would write its own text for, from those of the sample that it wrote for every split."""
     texts = group_by_name(job.recipe.text or [])
     written = sum(SELF in names for names in texts.values()) / max(1, len(texts))
-    tokens = sum(getattr(job.text, split).tokens for split in SPLITS)
+    tokens: int = sum(getattr(job.text, split).tokens for split in SPLITS)
     sampled = len(SPLITS) * SAMPLE_DOCUMENTS * SAMPLE_TOKENS
     return written * tokens / sampled * job.context.progress.seconds.get(STEP, 0.0)
 
