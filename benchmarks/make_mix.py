@@ -398,7 +398,7 @@ registries are left out; nothing else is changed.
 """
 APACHE = """The licence of pieces under Apache-2.0 is that of this project (the file LICENSE of its source). requests is
 Copyright 2019 Kenneth Reitz; rxjs is Copyright (c) 2015-2018 Google, Inc., Netflix, Inc., Microsoft Corp. and
-contributors; tzdata is Copyright (c) 2020 Paul Ganssle (Google). The other licences follow.
+contributors; tzdata is Copyright (c) 2020 Paul Ganssle (Google) and (c) 2026 Stan Ulbrych. The other licences follow.
 """
 
 if __name__ == "__main__":

@@ -337,6 +337,40 @@ def test_a_separator_that_is_nowhere(file: Path) -> None:
         load_text(file, Bytes(), **SIZES, document_separator="%%")
 
 
+# Windows to train on
+
+
+@pytest.mark.parametrize("heal", [160, 1600, 3200, 10**6])
+def test_healing_windows_are_of_the_calibration_part(file: Path, heal: int) -> None:
+    """As many as asked for, or all that the part has; every other split is as it is without them."""
+    plain, text = load_text(file, Bytes(), **SIZES), load_text(file, Bytes(), **SIZES, heal_tokens=heal)
+    assert plain.healing is None
+    assert splits(plain) == splits(text)
+    assert text.healing is not None
+    found = lines(text.healing.windows)
+    assert len(found) == min(heal // 16, 250)
+    assert len(set(found)) == len(found)
+    assert set(found) <= set(numbered(500).splitlines(keepends=True)[:250])
+    calibration = set(lines(text.calibration.windows))
+    assert set(found) <= calibration if heal < 800 else calibration <= set(found)
+
+
+def test_several_texts_give_equally_many_healing_windows(tmp_path: Path) -> None:
+    for name, count in (("a", 400), ("b", 200)):
+        (tmp_path / name).write_text(numbered(count, name), encoding="utf-8")
+    text = load_text([f"{name}={tmp_path / name}" for name in "ab"], Bytes(), **SIZES, heal_tokens=10**6)
+    assert text.healing is not None
+    assert "".join(line[0] for line in lines(text.healing.windows)) == "ab" * 100  # the smaller one has 100
+
+
+def test_healing_of_a_subsampled_text_leaves_calibration_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "long").write_text(numbered(20_000), encoding="utf-8")
+    plain, text = (load_text(tmp_path / "long", Bytes(), **SIZES, heal_tokens=n) for n in (0, 16 * 5000))
+    assert splits(plain) == splits(text)
+    assert text.healing is not None
+    assert text.healing.tokens == 16 * 5000
+
+
 # The Hub
 
 

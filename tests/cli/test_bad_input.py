@@ -63,17 +63,30 @@ def test_hub_id_without_network(whole: Refused) -> None:
 
 
 @pytest.mark.usefixtures("no_network")
-@pytest.mark.parametrize("name", [None, "wikitext2", "hub:someone/texts:small"])
-def test_hub_text_without_network(refused: Refused, models: Path, name: str | None) -> None:
-    """The text that stands for none given is one of the Hub."""
+@pytest.mark.parametrize("name", ["wikitext2", "hub:someone/texts:small"])
+def test_hub_text_without_network(refused: Refused, models: Path, name: str) -> None:
     start = time.monotonic()
-    text = ["--text", name] if name else []
-    message = refused(models / "gpt2", *SMALL, *text, "--max-dppl", "5%", "--out", "out")
+    message = refused(models / "gpt2", *SMALL, "--text", name, "--max-dppl", "5%", "--out", "out")
     assert time.monotonic() - start < 10
     assert "is not in the local cache, and the Hugging Face Hub cannot be reached" in message
     assert "--text PATH" in message
     assert "--text demo" in message
     assert ("someone/texts" if name == "hub:someone/texts:small" else "Salesforce/wikitext") in message
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize(("memory", "name"), [([], "self"), (["--low-memory"], "mix")])
+def test_no_text_without_network(
+    compress: Compress, models: Path, tmp_path: Path, memory: list[str], name: str
+) -> None:
+    """The model writes its own text, or where that takes too long there is one built in; it is said and recorded."""
+    words = ["profile", models / "gpt2", *SMALL, *memory, "--no-swap", "--json", "--cache", tmp_path / "cache"]
+    done = compress(*words)
+    assert done.code == 0, done.err
+    (line,) = [line for line in done.err.splitlines() if line.startswith("no --text is given")]
+    assert "the Hugging Face Hub cannot be reached" in line
+    assert f"(--text {name})" in line
+    assert json.loads(done.out)["recipe"]["text"] == [name]
 
 
 def test_no_model(refused: Refused, options: list[str]) -> None:

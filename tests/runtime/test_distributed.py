@@ -103,6 +103,16 @@ def test_two_processes_of_torchrun_write_what_one_writes(place: Path) -> None:
     assert not list(place.glob(".*"))
 
 
+def test_the_first_of_two_processes_writes_the_text_of_all(compress: Compress, place: Path) -> None:
+    words = ["profile", place / "llama", "--text", "self", *OPTIONS, "--no-swap", "--json"]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    two = run(launcher, words, place / "cache-two-written")
+    assert two.returncode == 0, two.stderr[-2000:]
+    one = compress(*words, "--cache", place / "cache-one-written")
+    assert one.code == 0, one.err
+    assert json.loads(two.stdout)["text"] == json.loads(one.out)["text"]  # hashes of all windows
+
+
 def test_three_processes_of_accelerate_profile_with_probes_and_a_swap(compress: Compress, place: Path) -> None:
     """Everything that gathers rows, with more processes than there are batches of some texts."""
     # With --cpu accelerate starts one process, however many it is asked for; without GPUs these use gloo.
