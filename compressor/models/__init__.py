@@ -1,4 +1,4 @@
-"""Load a model safely, find its feed-forward blocks, and run its layers one at a time."""
+"""Load a model safely, find its feed-forward blocks, run its layers one at a time, and let it write."""
 
 from compressor.runtime.lazy import offer
 
