@@ -24,6 +24,8 @@ from compressor.runtime.errors import InputError
 from compressor.runtime.resources import available_memory
 from compressor.text import Document, seed_of
 
+Advance = Callable[[int], None]  # is told how many tokens more are written
+
 STEP = "write text"
 WRITER_VERSION = 1  # of what is sampled for a seed
 DOCUMENT_TOKENS = 512  # at most, in a document
@@ -59,7 +61,7 @@ class Writer:
         with self.context.progress.bar(STEP, tokens, f"for {split}") as advance:
             sample = self.write_sample() if self.sample_only else None
             while count < tokens:
-                kept = unpack(sample or self.get_chunk(split, chunk, seed))
+                kept = unpack(sample or self.get_chunk(split, chunk, seed, advance))
                 drawn += SAMPLE_DOCUMENTS if sample else CHUNKS[split]
                 chunk += 1
                 for ids in kept:
@@ -71,7 +73,6 @@ class Writer:
                         f"--text self: of {drawn} documents that the model wrote, {drawn - len(documents)} say one "
                         "thing over and over; give --text PATH, or --text mix"
                     )
-                advance(sum(map(len, kept)))
         return documents
 
     def key(self, split: str, chunk: int, seed: int) -> dict[str, Any]:
@@ -87,24 +88,27 @@ class Writer:
             seed=seed,
             first=self.first_token,
             ends=self.end_tokens,
+            special=sorted(self.tokenizer.all_special_ids),
             vocabulary=len(self.tokenizer),
         )
 
-    def get_chunk(self, split: str, chunk: int, seed: int) -> Tensors:
+    def get_chunk(self, split: str, chunk: int, seed: int, advance: Advance) -> Tensors:
         """The documents of one chunk that are not degenerate: from the cache, or written by the first process."""
         key = self.key(split, chunk, seed)
-
-        def write() -> Tensors:
-            generator = torch.Generator().manual_seed(seed_of(seed, "self", split, str(chunk)))
-            return self.sample(CHUNKS[split], self.length, generator)
-
-        return self.context.cache.get("", key, lambda: distributed.compute_on_first(write))
+        kept = self.context.cache.find(key)
+        if kept is not None:
+            advance(len(kept["ids"]))
+            return kept
+        generator = torch.Generator().manual_seed(seed_of(seed, "self", split, str(chunk)))
+        written = distributed.compute_on_first(lambda: self.sample(CHUNKS[split], self.length, generator, advance))
+        self.context.cache.keep(key, written)
+        return written
 
     def write_sample(self) -> Tensors:
         """A few short documents, which stand for all that a run would write."""
         length = min(SAMPLE_TOKENS, self.length)
         generator = torch.Generator().manual_seed(0)
-        return distributed.compute_on_first(lambda: self.sample(SAMPLE_DOCUMENTS, length, generator))
+        return distributed.compute_on_first(lambda: self.sample(SAMPLE_DOCUMENTS, length, generator, lambda _: None))
 
     @property
     def length(self) -> int:
@@ -126,16 +130,16 @@ class Writer:
         several = settings if isinstance(settings, list) else [settings]
         return sorted({end for end in (self.tokenizer.eos_token_id, *several) if end is not None})
 
-    def sample(self, documents: int, length: int, generator: torch.Generator) -> Tensors:
+    def sample(self, documents: int, length: int, generator: torch.Generator, advance: Advance) -> Tensors:
         """So many documents at temperature 1, without the degenerate ones."""
         words = [draw_word(self.tokenizer, generator) for _ in range(documents)]
         # A uniform number for every token: what is drawn depends on the batch only by rounding.
         uniforms = torch.rand(documents, length, generator=generator, dtype=torch.float64)
-        rows = self.rows_at_once(length)
+        rows = self.rows_at_once(length)  # all of a chunk, unless memory is short
         written: list[list[int]] = []
         for start in range(0, documents, rows):
             part = slice(start, start + rows)
-            written += self.continue_words(words[part], uniforms[part], start)
+            written += self.continue_words(words[part], uniforms[part], start, advance)
         kept = [ids for ids in written if not is_degenerate(ids, self.tokenizer)]
         lengths = torch.tensor([len(ids) for ids in kept], dtype=torch.long)
         return {"ids": torch.tensor([i for ids in kept for i in ids], dtype=torch.long), "lengths": lengths}
@@ -149,7 +153,9 @@ class Writer:
         logits: int = 24 * self.model.get_input_embeddings().weight.shape[0]
         return max(1, int(MEMORY_SHARE * free) // (keys + logits))
 
-    def continue_words(self, words: list[int], uniforms: Tensor, start: int) -> list[list[int]]:
+    def continue_words(
+        self, words: list[int], uniforms: Tensor, start: int, advance: Advance = lambda _: None
+    ) -> list[list[int]]:
         """Documents that the model writes at once. Every second one begins with a word that was drawn for it, so that a
         model which always begins in the same way writes about different things; without a first token all of them do.
         """
@@ -160,6 +166,7 @@ class Writer:
 
         def keep(rows: list[int], chosen: list[int], position: int) -> list[bool]:
             """Append what was chosen; whether each document goes on."""
+            advance(len(rows))
             going = []
             for row, token in zip(rows, chosen, strict=True):
                 token = given[row] if position == 0 and first is not None and row in given else token

@@ -255,7 +255,8 @@ class Reader:
         parts = read_splits(read, self.separator) if read else [[], [], []]
         pools = []
         for k, documents in enumerate(parts):
-            pool = self.fill(documents, SPLITS[k], counts[k], seeds[k])
+            more = heal if self.is_written and k == 0 else 0
+            pool = self.fill(documents, SPLITS[k], max(more, counts[k]), seeds[k])
             if len(pool.windows) < counts[k]:
                 have, need = len(pool.windows) * self.seq_len, counts[k] * self.seq_len
                 short = InputError if k else partial(ShortText, calibration=texts * have)
@@ -266,7 +267,9 @@ class Reader:
                 )
             pools.append(pool)
         if heal:
-            pools.append(self.fill(parts[0], SPLITS[0], max(heal, counts[0]), seeds[0]))
+            pools.append(
+                pools[0] if self.is_written else self.fill(parts[0], SPLITS[0], max(heal, counts[0]), seeds[0])
+            )
         return pools
 
     def fill(self, documents: list[Document], split: str, count: int, seed: int) -> Pool:
