@@ -258,6 +258,14 @@ def test_profile_compares_it_with_the_mix(compress: Compress, models: Path) -> N
     assert json.loads(done.out)["recipe"]["text"] == ["self=self", "mix=mix"]
 
 
+@pytest.mark.usefixtures("cache")
+def test_a_second_model_reads_what_the_first_wrote(compress: Compress, models: Path) -> None:
+    words = ["--text", "self", "--cross", models / "llama", *SMALL, "--no-swap", "--json"]
+    done = compress("profile", models / "gpt2", *words)
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["recipe"]["text"] == ["self"]
+
+
 def test_weights_on_disk_write_nothing(refused: Refused, models: Path) -> None:
     words = ["--text", "self", *SMALL, "--low-memory", "--max-dppl", "1", "--out", "out"]
     assert "--text self does not work with --low-memory" in refused(models / "gpt2", *words)
