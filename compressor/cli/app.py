@@ -35,6 +35,8 @@ Examples:
   compress gpt2 --remove 10% --out ./gpt2-small
   compress ./my-model --text corpus.txt --max-dppl 0.5 --out ./smaller
   compress profile ./my-model --text corpus.txt
+  compress ./my-model --text corpus.txt --max-dppl 0.5 --heal 200k --out ./smaller
+  compress heal ./smaller --heal-minutes 10 --out ./healed
   compress check ./smaller --max-dppl 0.5
   compress export ./smaller --to gguf --out smaller.gguf
   compress push ./smaller me/smaller --dry-run
@@ -205,6 +207,24 @@ def apply(
     settings = recipe.resolve(None, {"model": model, **values})
     with started(options) as context:
         record = apply.run(settings, plan_file, context)
+    emit(record, options.as_json, tables.result_lines(record), tables.block_table(record))
+
+
+@app.command()
+@with_options
+def heal(
+    values: Values,
+    options: RunOptions,
+    directory: Directory,
+    source: Annotated[str | None, typer.Option("--source", help="the source model  [as recorded]")] = None,
+) -> None:
+    """Distil a compressed checkpoint towards its source, and write the result if it holds its budget."""
+    refuse_early(None, values, directory / "recipe.yaml", options.trust_remote_code)
+    from compressor.pipelines import heal
+    from compressor.report import tables
+
+    with started(options) as context:
+        record = heal.run(directory, values, source, context)
     emit(record, options.as_json, tables.result_lines(record), tables.block_table(record))
 
 

@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
+from pydantic import BeforeValidator
 
 from compressor.pipelines.recipe import UNRECORDED, Recipe
 
@@ -39,6 +40,7 @@ class RunOptions:
 TOKENS = ("seq_len", "calib_tokens", "select_tokens", "verify_tokens", "document_separator")
 TASKS = ("tasks", "max_task_drop", "task_path", "task_limit", "generate", "prompts")
 CHOICES = ("branches", "kinds", "blocks", "skip", "rank_by")
+HEAL = ("heal", "heal_minutes", "heal_params")
 PROBES = ("swap", "swap_tokens", "probe", "probe_steps", "cross")
 MACHINE = ("device", "dtype", "low_memory")
 RUN = ("cache", "no_cache", "trust_remote_code", "as_json", "debug")
@@ -47,7 +49,7 @@ RUN = ("cache", "no_cache", "trust_remote_code", "as_json", "debug")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": (
         *("model", "max_dppl", "max_kl", "remove", "out", "dry_run", "text", "recipe_file", "overwrite", "confidence"),
-        *("objective", *CHOICES, *TOKENS, *TASKS, *PROBES, "batch_size", "seed", *MACHINE, "revision", *RUN),
+        *("objective", *CHOICES, *HEAL, *TOKENS, *TASKS, *PROBES, "batch_size", "seed", *MACHINE, "revision", *RUN),
     ),
     "profile": (
         *("models", "out", "overwrite", "text", "branches", "recipe_file"),
@@ -55,11 +57,15 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "plan": (
         *("model", "max_dppl", "max_kl", "remove", "plan_out", "text", "recipe_file", "confidence", "objective"),
-        *(*CHOICES, *TOKENS, "batch_size", "seed", *MACHINE, "revision", *RUN),
+        *(*CHOICES, *HEAL, *TOKENS, "batch_size", "seed", *MACHINE, "revision", *RUN),
     ),
     "apply": (
         *("model", "plan_file", "out", "overwrite", "max_dppl", "max_kl", "confidence"),
-        *(*TASKS, "batch_size", *MACHINE, "revision", *RUN),
+        *(*HEAL, *TASKS, "batch_size", *MACHINE, "revision", *RUN),
+    ),
+    "heal": (
+        *("directory", *HEAL, "out", "overwrite", "text", "max_dppl", "max_kl", "source"),
+        *("confidence", *TOKENS, *TASKS, "batch_size", "seed", *MACHINE, *RUN),
     ),
     "check": (
         *("directory", "max_dppl", "max_kl", "source", "baseline", "update_baseline", "tolerance", "junit", "page"),
@@ -78,7 +84,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
 }
 # The commands that go by what a file recorded: where an option comes from that is not given.
-RECORDED = {"apply": "as in PLAN", "check": "as recorded"}
+RECORDED = {"apply": "as in PLAN", "check": "as recorded", "heal": "as recorded"}
 SEVERAL_AMOUNTS = ("--max-dppl", "--remove")  # options that several numbers may follow
 ARGUMENTS = ("model",)  # fields of the recipe that are given without the name of an option
 # Help texts that differ from the description of the field.
@@ -151,7 +157,8 @@ def option_type(annotation: Any) -> Any:
     if origin in (Union, UnionType):
         return option_type(next(part for part in parts if part is not type(None)))
     if origin is Annotated:
-        return option_type(parts[0])
+        word = parts[0] is int and any(isinstance(part, BeforeValidator) for part in parts)  # such as 200k
+        return str if word else option_type(parts[0])
     if origin is list:
         return list[str]
     return str if origin is Literal else annotation

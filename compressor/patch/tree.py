@@ -16,11 +16,25 @@ from compressor.models.branches import BranchIndex
 from compressor.models.source import identify
 from compressor.runtime.cache import digest
 
-__all__ = ["Originals", "identify_patched", "patch", "patched", "specs", "unpatch"]
+__all__ = ["HealedReplacements", "Originals", "identify_patched", "patch", "patched", "specs", "unpatch"]
 
 Originals = dict[str, nn.Module]  # by path, the modules that were replaced
 AnyModule = TypeVar("AnyModule", bound=Replacement | KeptHeads)
 Replacements = Mapping[BranchIndex, Replacement | KeptHeads]
+
+
+class HealedReplacements(dict[BranchIndex, Replacement | KeptHeads]):
+    """Replacements that were trained, with the modules `beside` them that were trained too, by path: copies of modules
+    of the source, such as norms, with other weights."""
+
+    def __init__(self, modules: Replacements, beside: Mapping[str, nn.Module] | None = None) -> None:
+        super().__init__(modules)
+        self.beside = dict(beside or {})
+
+
+def modules_beside(replacements: Replacements) -> dict[str, nn.Module]:
+    """The modules of the source that change with these replacements without being replaced, by path."""
+    return replacements.beside if isinstance(replacements, HealedReplacements) else {}
 
 
 def patch(model: nn.Module, blocks: Iterable[Block], replacements: Replacements) -> Originals:
@@ -41,7 +55,11 @@ def patch(model: nn.Module, blocks: Iterable[Block], replacements: Replacements)
             )
         module.bypass = block.bypass
         modules[block.path] = module
-    return swap(model, modules)
+    originals = swap(model, modules)
+    for path, beside in modules_beside(replacements).items():
+        originals[path] = model.get_submodule(path)
+        model.set_submodule(path, beside)
+    return originals
 
 
 def unpatch(model: nn.Module, originals: Originals) -> None:
@@ -65,7 +83,10 @@ def identify_patched(model: Any, replacements: Replacements) -> dict[str, Any]:
         str(index): [json.dumps(module.spec(), sort_keys=True), digest(sorted(module.state_dict().items()))]
         for index, module in sorted(replacements.items(), key=lambda item: item[0])
     }
-    return {**identify(model), "replaced": replaced}
+    beside = {
+        path: digest(sorted(module.state_dict().items())) for path, module in modules_beside(replacements).items()
+    }
+    return {**identify(model), "replaced": replaced, **({"beside": beside} if beside else {})}
 
 
 def as_stored(module: AnyModule, model: Any, block: Block, stored: torch.dtype) -> AnyModule:

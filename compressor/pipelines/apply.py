@@ -14,7 +14,7 @@ from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import Replacements, identify_patched, patched
 from compressor.pipelines import recipe as recipes
 from compressor.pipelines.compress import finish
-from compressor.pipelines.describe import describe_source, describe_text, put_replacements
+from compressor.pipelines.describe import describe_healing, describe_source, describe_text, put_replacements
 from compressor.pipelines.job import open_job, require_room, reserved_out, size_target
 from compressor.pipelines.recipe import Recipe
 from compressor.plan.api import fit_shapes
@@ -54,7 +54,11 @@ def run(recipe: Recipe, plan_file: Path, context: RunContext) -> Record:
 
         source = evaluator.measure(job.model, "source", identify(job.model))
         how: dict[str, Any] = {"compensated": plan.compensated, "choices": job.choices}
-        fits = fit_shapes(job.model, shapes, job.text, job.context, **how)
+        fits: Replacements = fit_shapes(job.model, shapes, job.text, job.context, **how)
+        healer, healing = job.healer(), None
+        if healer is not None:
+            healing = healer.heal(job.model, fits)
+            fits = healing.fits
         identity = identify_patched(job.model, fits)
         with patched(job.model, find_branches(job.model), fits):
             compressed = evaluator.measure(job.model, "compressed", identity, source)
@@ -73,6 +77,7 @@ def run(recipe: Recipe, plan_file: Path, context: RunContext) -> Record:
             source=describe_source(job.model),
             text=describe_text(job.text),
             recipe=job.recipe.settings(),
+            healing=describe_healing(healing, job.text),
             parameters=Parameters(before=count_parameters(job.model)),
             blocks=[branch for index, branch in known.items() if not isinstance(index, AttentionOf)],
             attention=[branch for index, branch in known.items() if isinstance(index, AttentionOf)],

@@ -1,9 +1,10 @@
-"""The whole job, `compress MODEL --max-dppl 1.0 --out DIR`: measure, survey, search, verify, patch, assess, write."""
+"""The whole job, `compress MODEL --max-dppl 1.0 --out DIR`: measure, search, heal, verify, patch, assess, write."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from compressor.evaluate.budget import compute_limits
 from compressor.evaluate.evaluator import Evaluator, Measured
@@ -16,14 +17,20 @@ from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import Replacements, identify_patched, patch
 from compressor.patch.verify import TOKENS
 from compressor.pipelines import recipe as recipes
-from compressor.pipelines.describe import describe_assessment, describe_kv_cache, describe_plan, describe_speed
+from compressor.pipelines.describe import (
+    describe_assessment,
+    describe_healing,
+    describe_kv_cache,
+    describe_plan,
+    describe_speed,
+)
 from compressor.pipelines.describe_profile import describe_profile
 from compressor.pipelines.job import Job, open_job, require_room, reserved_out, size_target, study_blocks
 from compressor.pipelines.outputs import write_result
 from compressor.pipelines.recipe import Recipe
 from compressor.plan.moments_store import open_store
 from compressor.plan.search import Planner, prepare_search
-from compressor.plan.verify import search_and_verify, verify_size
+from compressor.plan.verify import heal_and_verify, search_and_verify, verify_size
 from compressor.report.record import Record
 from compressor.report.record_parts import present
 from compressor.runtime import distributed
@@ -48,16 +55,20 @@ def run(recipe: Recipe, context: RunContext) -> Record:
         with_kl = recipe.max_kl is not None
         space = prepare_search(job.model, job.text, job.context, job.choices, store=store, fidelity=with_kl)
         study = study_blocks(job, profile, space.damages, limits.least, swap=False)  # planning needs no sweep
-        planner = Planner(space, limits, study.verdicts, objective=job.recipe.objective, profile=profile)
+        how: dict[str, Any] = {"objective": job.recipe.objective, "profile": profile}
+        healer = job.healer()
+        planner = Planner(space, limits, study.verdicts, compensate=healer is None, **how)
         target = size_target(job.recipe, count_parameters(job.model))
-        if target is None:
-            verified = search_and_verify(planner, evaluator, source)
+        if target is not None:
+            verified = verify_size(planner, evaluator, source, target, healer)
+        elif healer is not None:
+            verified = heal_and_verify(planner, evaluator, source, healer)
         else:
-            verified = verify_size(planner, evaluator, source, target)
+            verified = search_and_verify(planner, evaluator, source)
 
         record = describe_profile(job.model, job.tokenizer, job.text, profile, study)
         record = record.with_parts(recipe=job.recipe.settings(), verification_looks=verified.looks)
-        record = describe_plan(record, verified.plan)
+        record = describe_plan(record, verified.plan, describe_healing(verified.healing, job.text))
         looks = verified.task_looks
         return finish(job, evaluator, verified.plan.fits, source, verified.measured, record, out, looks)
 

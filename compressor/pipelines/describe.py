@@ -21,6 +21,7 @@ from compressor.evaluate.perplexity import PerplexityChange
 from compressor.evaluate.speed import PairedTimes, Speed
 from compressor.evaluate.tasks import Task, TaskChange
 from compressor.export.llama import LLAMA_TYPES
+from compressor.heal.distil import Healing, healing_split
 from compressor.modeling_compressor import specs
 from compressor.models.blocks import find_attention
 from compressor.models.branches import AttentionOf, layer_of
@@ -150,7 +151,7 @@ def put_replacement(block: AnyBlock, module: nn.Module | None, replacement: part
     return block.model_copy(update={"params_after": after, "replacement": replacement})
 
 
-def describe_plan(record: Record, plan: Plan) -> Record:
+def describe_plan(record: Record, plan: Plan, healing: search_parts.Healing | None = None) -> Record:
     """The record of a search: the profile, what stands where, and every plan that was tried."""
     trials = [
         search_parts.TriedPlan(
@@ -167,7 +168,34 @@ def describe_plan(record: Record, plan: Plan) -> Record:
         trials=trials,
         tasks={},
         compensated=plan.compensated,
+        healing=healing,
         agreement=describe_calibration(plan.calibration),
+    )
+
+
+def describe_healing(healing: Healing | None, text: Text) -> search_parts.Healing | None:
+    """How a plan's replacements were trained; None where nothing was."""
+    if healing is None:
+        return None
+    settings, windows = healing.settings, healing_split(text)
+    looks = [search_parts.HealingLook(**asdict(look)) for look in healing.looks]
+    return search_parts.Healing(
+        asked_tokens=settings.tokens,
+        tokens=healing.tokens,
+        text=windows.source,
+        text_tokens=windows.tokens,
+        text_sha256=windows.sha256,
+        params=settings.params,
+        trained_parameters=healing.trained,
+        learning_rate=settings.learning_rate,
+        batch_tokens=settings.batch_tokens,
+        clip=settings.clip,
+        seed=settings.seed,
+        precision=healing.precision,
+        seconds=round(healing.seconds, 2),
+        looks=looks,
+        kept=search_parts.HealingLook(**asdict(healing.after)),
+        stopped=healing.stopped,
     )
 
 

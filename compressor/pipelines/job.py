@@ -16,6 +16,8 @@ from compressor.evaluate.generation import opening_prompts, read_prompts
 from compressor.evaluate.intervals import LEAST_UNITS
 from compressor.evaluate.task_files import BUILT_IN_TASK
 from compressor.evaluate.tasks import Task, find_prefix_token, load_tasks
+from compressor.heal.pace import tokens_in
+from compressor.heal.settings import HealSettings
 from compressor.measure.gradients import Damage
 from compressor.measure.probes import refuse_different_widths
 from compressor.measure.profile import ROWS_PER_FEATURE, Profile, tokens_to_fit
@@ -31,6 +33,7 @@ from compressor.models.writer import Writer
 from compressor.patch.checkpoint import count_parameters, refuse_foreign_code
 from compressor.pipelines.recipe import Recipe
 from compressor.plan.choices import ANYTHING, Choices
+from compressor.plan.healing import Healer
 from compressor.plan.removal import SizeTarget, refuse_too_large
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
@@ -71,6 +74,13 @@ class Job:
 
     def evaluator(self) -> Evaluator:
         return make_evaluator(self.recipe, self.model, self.tokenizer, self.text, self.tasks, self.context)
+
+    def healer(self) -> Healer | None:
+        """What heals plans, where the recipe asks for that."""
+        recipe = self.recipe
+        if recipe.heal is None:
+            return None
+        return Healer(HealSettings(recipe.heal, recipe.heal_params, recipe.seed), self.text, self.context)
 
     def timings(self) -> dict[str, float]:
         return timings(self.context.progress, self.began)
@@ -113,6 +123,7 @@ def open_job(
         raise InputError("no model: give a directory, a hub id such as gpt2, or `demo`")
     if recipe.probe and "ffn" not in recipe.branches_or("all"):
         raise InputError("--probe is about FFNs, and --branches attention leaves them out; add ffn to --branches")
+    recipe.refuse_healing_conflicts()
     tasks, recipe = name_tasks(recipe, context.trust_remote_code) if with_tasks else ([], recipe)
     context.progress.say(f"load {model_name}")
     model, tokenizer = load_model(
@@ -134,14 +145,25 @@ def open_job(
     for task in tasks:
         find_prefix_token(model, tokenizer, task)  # a task that this tokenizer cannot do is refused here
     other = load_other(recipe, model, context) if recipe.cross else None
+    recipe = settle_healing(recipe, model, context)
     asked = recipe.calib_tokens
     writer = Writer(model, tokenizer, context, sample_only)
-    text, recipe = open_text(recipe, model, tokenizer, context, writer=writer)
+    text, recipe = open_text(recipe, model, tokenizer, context, heal_tokens=recipe.heal or 0, writer=writer)
     advise_batches(text, context)
     advise_windows(text, context)
     other_recipe = recipe.model_copy(update={"calib_tokens": asked})
     crossed = (other[0], open_text(other_recipe, *other, context, writer=writer)[0]) if other else None
     return Job(model, tokenizer, text, tasks, recipe, context, began, crossed, choices)
+
+
+def settle_healing(recipe: Recipe, model: Any, context: RunContext) -> Recipe:
+    """The recipe with the tokens of its healing: minutes are turned into tokens by the pace of this machine."""
+    if recipe.heal_minutes is None:
+        return recipe
+    seq_len = choose_seq_len(recipe, model)
+    tokens = tokens_in(model, recipe.heal_minutes, seq_len, context)
+    context.progress.say(f"heal: {recipe.heal_minutes:g} minutes are about {tokens:,} tokens on this machine")
+    return recipe.model_copy(update={"heal": tokens, "heal_minutes": None})
 
 
 def name_in_cache(model: Any, context: RunContext) -> None:
@@ -231,6 +253,15 @@ def why_missing(name: str) -> str | None:
     return None
 
 
+def choose_seq_len(recipe: Recipe, model: Any) -> int:
+    """The window length that the recipe asks for, if the model can take it, or the usual one."""
+    context = context_length(model)
+    seq_len = recipe.seq_len or min(DEFAULT_SEQ_LEN, context or DEFAULT_SEQ_LEN)
+    if context is not None and seq_len > context:
+        raise InputError(f"--seq-len {seq_len} is beyond the model's context of {context}; try --seq-len {context}")
+    return seq_len
+
+
 def open_text(
     recipe: Recipe,
     model: Any,
@@ -244,10 +275,7 @@ def open_text(
 
     `writer` writes `--text self`; without one this model does.
     """
-    context = context_length(model)
-    seq_len = recipe.seq_len or min(DEFAULT_SEQ_LEN, context or DEFAULT_SEQ_LEN)
-    if context is not None and seq_len > context:
-        raise InputError(f"--seq-len {seq_len} is beyond the model's context of {context}; try --seq-len {context}")
+    seq_len = choose_seq_len(recipe, model)
     names = []
     for word in choose_text(recipe, model, run):
         name, rest = parse_text_argument(word)

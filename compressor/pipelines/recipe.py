@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from compressor.evaluate.budget import Budget, Removal, parse_budgets, parse_divergence, parse_task_drop
+from compressor.heal.settings import HealParams, parse_tokens
 from compressor.models.branches import BRANCHES
 from compressor.plan.choices import BlockRange, Choices, Signal, check_branch, check_kind, resolve_choices
 from compressor.plan.shapes import KINDS
@@ -87,6 +88,14 @@ def as_divergence(value: Any) -> Any:
         raise ValueError(str(error)) from error
 
 
+def as_token_count(value: Any) -> Any:
+    """A number of tokens, from the command line as a word such as 200k; what is none is refused with what to write."""
+    try:
+        return None if value is None else parse_tokens(value)
+    except InputError as error:
+        raise ValueError(str(error)) from error
+
+
 UNRECORDED = ("out", "overwrite", "device", "batch_size")  # keys that do not determine the result
 Words = Annotated[list[str], BeforeValidator(as_words), Field(min_length=1)]
 ChoiceWords = Annotated[list[str], BeforeValidator(as_choices), Field(min_length=1)]
@@ -142,6 +151,19 @@ class Recipe(BaseModel):
         default="damage",
         description="which blocks go first, per parameter: damage (predicted), r2 (by R²_lin), stream (by "
         "stream-weighted R²)",
+    )
+    heal: Annotated[int, BeforeValidator(as_token_count)] | None = Field(
+        default=None,
+        description="tokens to distil the compressed model on, towards its source: 200k; the plan then aims past the "
+        "budget by what that wins  [nothing is trained]",
+    )
+    heal_minutes: Annotated[float, Field(gt=0, le=100_000)] | None = Field(
+        default=None, description="the same, as the minutes that it may take on this machine"
+    )
+    heal_params: HealParams = Field(
+        default="norms",
+        description="what healing trains: replaced (the replacements), norms (and the norms beside them), all (and "
+        "every other weight of their layers)",
     )
     text: Words | None = Field(
         default=None,
@@ -269,6 +291,20 @@ class Recipe(BaseModel):
         if self.remove is not None and len(self.remove) > 1:
             raise InputError("--remove is given twice; give it once, or several sizes to `compress plan`")
         return Removal.parse(self.remove[0]) if self.remove else None
+
+    @property
+    def heals(self) -> bool:
+        """Whether anything is to be trained."""
+        return self.heal is not None or self.heal_minutes is not None
+
+    def refuse_healing_conflicts(self) -> None:
+        """Refuse what healing cannot be combined with."""
+        if self.heal is not None and self.heal_minutes is not None:
+            raise InputError("--heal and --heal-minutes are both given; give one of them")
+        if self.heals and self.low_memory:
+            raise InputError(
+                "--heal trains weights in memory, and --low-memory leaves them on disk; leave one of them out"
+            )
 
     def require_budget(self) -> None:
         """Refuse a recipe that asks for nothing: neither how good the result must be nor how small."""

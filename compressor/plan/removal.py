@@ -195,7 +195,7 @@ class SizeSearch:
             corrections += 1
         self.try_plan(SPREAD)
         best = self.best_trial()
-        self.runner.attempt(best.shapes, best.predicted, compensated=True)
+        self.runner.attempt(best.shapes, best.predicted, compensated=self.planner.compensate)
 
     def try_plan(self, power: float) -> Trial:
         """Try the cheapest plan that neither overflows nor has shapes that are too slow."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -114,7 +115,8 @@ class Planner:
 
     `room` is left for the noise of a verification that looks once: as many standard errors of the difference between
     the selection and the verification text. A search that is followed by several looks needs none. The `profile` is
-    needed only where the blocks are ordered by R².
+    needed only where the blocks are ordered by R². Without `compensate`, blocks are fitted on the inputs that they have
+    in the source: that is enough for a plan that is healed afterwards.
     """
 
     def __init__(
@@ -126,16 +128,17 @@ class Planner:
         objective: str = "speed",
         room: float = 0.0,
         profile: Profile | None = None,
+        compensate: bool = True,
     ) -> None:
         self.space, self.limits, self.verdicts = space, limits, verdicts
-        self.objective, self.room = objective, room
+        self.objective, self.room, self.compensate = objective, room, compensate
         self.choices = space.choices
         self.unexplained = space.choices.unexplained(profile)  # by every block's linear map, where that orders blocks
         self.runner = space.runner
         assert limits.kl is None or self.runner.fidelity, "trials for a limit of KL must measure it"
         self.model, self.blocks = self.runner.model, self.runner.blocks
         self.text, self.progress = self.runner.text, self.runner.context.progress
-        self.compensation = USUAL_COMPENSATION
+        self.compensation = USUAL_COMPENSATION if compensate else 1.0
         self.scale = self.usual_scale()  # measured over predicted cost, of the last plan that was tried
         self.banned: set[Shape] = set()  # shapes that run slower than the block they would replace
         self.most_saved: dict[
@@ -150,6 +153,12 @@ class Planner:
         self.candidates: dict[BranchIndex, list[Candidate]] = {  # with predictions for the smallest limit
             index: [] if index in self.unsafe else self.with_worth(index, row) for index, row in corrected.items()
         }
+
+    def with_compensation(self) -> Planner:
+        """A planner that knows what this one learned, and compensates."""
+        other = copy.copy(self)
+        other.compensate, other.compensation = True, USUAL_COMPENSATION
+        return other
 
     def usual_scale(self) -> float:
         """The upper end of a plan's cost over its prediction, before any plan is tried.
@@ -304,7 +313,7 @@ class Planner:
         expected = self.largest_expected(budget_factor, ceiling)
         self.only_ffns = False
         if expected is not None and self.saved_by(expected[0]) > (best.saved if best else 0):
-            self.runner.attempt(*expected, compensated=len(expected[0]) > 1)
+            self.runner.attempt(*expected, compensated=self.compensate and len(expected[0]) > 1)
 
     def saved_by(self, shapes: Shapes) -> int:
         """The parameters that these shapes remove."""
@@ -315,7 +324,7 @@ class Planner:
         expected = self.largest_expected(budget_factor, ceiling)
         if expected is None:
             return None
-        several = len(expected[0]) > 1  # a single block has none before it to compensate
+        several = self.compensate and len(expected[0]) > 1  # a single block has none before it to compensate
         return self.runner.attempt(*expected), self.runner.attempt(*expected, compensated=several)
 
     def best_trial(self, budget_factor: float, ceiling: float) -> Trial | None:

@@ -10,16 +10,20 @@ from typing import NamedTuple
 from compressor.evaluate.budget import compute_limits, format_budgets
 from compressor.evaluate.evaluator import Evaluator, Measured
 from compressor.evaluate.tasks import Scores, TaskChange, find_lost_documents, split_documents
+from compressor.heal.distil import Healing
 from compressor.models.branches import BranchIndex, layer_of
 from compressor.patch.tree import identify_patched, patched
+from compressor.plan.healing import Healer
 from compressor.plan.removal import SizeTarget, explain_conflict, say_affordable, search_size
 from compressor.plan.search import Plan, Planner
 from compressor.plan.shapes import Shape, Shapes, list_shapes
 from compressor.plan.shares import Share, largest_share, list_shares
+from compressor.plan.trials import Trial
 from compressor.runtime.errors import BudgetError
 
 MOST_VERIFICATIONS = 5  # looks at the verification text
 WELL_USED, AIMED_SHARE = 0.8, 0.93  # of the budget: a plan that uses less is made larger; what the next plan aims at
+MOST_HEALINGS = 2  # plans that are healed for one budget
 MOST_REFILLS = 3  # larger plans that are tried after tasks refused blocks, with what those free of the budget
 MOST_DOCUMENTS = 64  # lost documents per task that are scored again to find out which block loses them
 
@@ -36,6 +40,7 @@ class VerifiedPlan:
     measured: Measured
     looks: int
     task_looks: dict[str, int]
+    healing: Healing | None = None  # how the plan's replacements were trained, if they were
 
 
 class HeldPlan(NamedTuple):
@@ -90,16 +95,19 @@ class TaskJudge:
         return find_worst_block(self.planner, self.evaluator, plan, refusal.suspects, self.source.scores, scores)
 
 
-def search_and_verify(planner: Planner, evaluator: Evaluator, source: Measured) -> VerifiedPlan:
+def search_and_verify(
+    planner: Planner, evaluator: Evaluator, source: Measured, judge: TaskJudge | None = None, looks: int = 0
+) -> VerifiedPlan:
     """The largest plan inside all budgets; `source` is what was measured of the original model.
 
     After a plan that breaks the budget of a text, the search runs again with a smaller budget. In a plan that breaks
     the budget of a task, the block that costs this task most is restored. Such blocks are chosen on one half of a
     task's documents, and the other half decides, more strictly each time. What restored blocks free of the text's
-    budget is spent again on others. BudgetError when nothing is left.
+    budget is spent again on others. BudgetError when nothing is left. `judge` and `looks` carry on what was
+    asked of the tasks and the verification text before, about other plans.
     """
-    plan, measured, looks, budget_factor = search_text(planner, evaluator, source)
-    judge = TaskJudge(planner, evaluator, source)
+    plan, measured, looks, budget_factor = search_text(planner, evaluator, source, looks)
+    judge = judge or TaskJudge(planner, evaluator, source)
     scores, refusal = judge.judge(plan)
     freed = refusal is not None
     while refusal is not None:
@@ -112,6 +120,49 @@ def search_and_verify(planner: Planner, evaluator: Evaluator, source: Measured) 
     if freed:
         held = spend_freed_budget(planner, evaluator, judge, held, budget_factor)
     return write_continuations(planner, evaluator, held)
+
+
+def heal_and_verify(planner: Planner, evaluator: Evaluator, source: Measured, healer: Healer) -> VerifiedPlan:
+    """The largest plan that is inside all budgets once it is healed; where none is, the largest without healing.
+
+    The search aims past the budget by what healing is expected to win. A healed plan that is over the budget on the
+    selection text, or that the verification text refuses, is followed by a smaller one.
+    """
+    say, looks = planner.progress.say, 0
+    judge = TaskJudge(planner, evaluator, source)
+    factor = healer.expected_room(planner) * AIMED_SHARE
+    for _ in range(MOST_HEALINGS):
+        try:
+            plan = planner.search(factor)
+        except BudgetError:
+            break
+        plan, healing = healer.heal_plan(planner, plan)
+        used = planner.budget_share(healed_trial(plan), 1.0)
+        if used <= 1:
+            looks += 1
+            measured = measure_plan(planner, evaluator, plan, source)
+            shares = measure_shares(evaluator, source, measured)
+            used, ends = largest_share(shares).used, "; ".join(share.end for share in shares)
+            say(f"  verification text {'holds' if used <= 1 else 'refuses it'}, healed: {ends}")
+        else:
+            say(f"  healed, it still uses {used:.2f} of the budget on the selection text")
+        if used <= 1:
+            scores, refusal = judge.judge(plan)
+            if refusal is None:
+                found = VerifiedPlan(plan, replace(measured, scores=scores), looks, judge.task_looks, healing)
+                return write_continuations(planner, evaluator, found)
+            say(f"  task {', '.join(refusal.broken)} refuses it, healed")
+            break
+        factor *= AIMED_SHARE / used
+        if factor <= 1:
+            break
+    say("  no healed plan holds; the largest without healing is looked for")
+    return search_and_verify(planner.with_compensation(), evaluator, source, judge, looks)
+
+
+def healed_trial(plan: Plan) -> Trial:
+    """What a healed plan costs on the selection text, as a trial."""
+    return Trial(plan.shapes, plan.predicted, 0, plan.compensated, plan.selection, plan.fidelity)
 
 
 def walk_back(
@@ -183,12 +234,17 @@ def accepted_shape(planner: Planner, held: Plan, refused: Plan, index: BranchInd
     return shape if shape is not None and saved(shape) < saved(refused.shapes[index]) else None
 
 
-def verify_size(planner: Planner, evaluator: Evaluator, source: Measured, target: SizeTarget) -> VerifiedPlan:
-    """The cheapest plan of a size, measured once on the verification text and once on the tasks.
+def verify_size(
+    planner: Planner, evaluator: Evaluator, source: Measured, target: SizeTarget, healer: Healer | None = None
+) -> VerifiedPlan:
+    """The cheapest plan of a size, healed where there is a healer, measured once on the verification text and once on
+    the tasks.
 
     BudgetError says which budget gave way: a plan that was made smaller would no longer have the size.
     """
-    plan = search_size(planner, target)
+    plan, healing = search_size(planner, target), None
+    if healer is not None:
+        plan, healing = healer.heal_plan(planner, plan)
     measured = measure_plan(planner, evaluator, plan, source)
     dearest = largest_share(measure_shares(evaluator, source, measured))
     if dearest.used > 1:
@@ -201,7 +257,7 @@ def verify_size(planner: Planner, evaluator: Evaluator, source: Measured, target
     if broken:
         cost = task_cost(evaluator, drops, broken)
         raise BudgetError(f"{explain_conflict(planner, plan, target)}: {cost}; nothing written")
-    verified = VerifiedPlan(plan, replace(measured, scores=scores), 1, dict.fromkeys(limited, 1))
+    verified = VerifiedPlan(plan, replace(measured, scores=scores), 1, dict.fromkeys(limited, 1), healing)
     return write_continuations(planner, evaluator, verified)
 
 
@@ -241,7 +297,7 @@ def measure_shares(evaluator: Evaluator, before: Measured, after: Measured) -> l
     return list_shares(limits, texts, evaluator.compare_fidelity(after))
 
 
-def search_text(planner: Planner, evaluator: Evaluator, source: Measured) -> HeldPlan:
+def search_text(planner: Planner, evaluator: Evaluator, source: Measured, looks: int = 0) -> HeldPlan:
     """The largest plan inside the budgets of all verification texts.
 
     After a plan that is over the budget, the search runs again with a smaller budget; after one that leaves much of it,
@@ -250,7 +306,7 @@ def search_text(planner: Planner, evaluator: Evaluator, source: Measured) -> Hel
     say = planner.progress.say
     best: tuple[Plan, Measured, float] | None = None
     refusal: BudgetError | None = None
-    budget_factor, refused, ceiling, looks = AIMED_SHARE, math.inf, math.inf, 0
+    budget_factor, refused, ceiling = AIMED_SHARE, math.inf, math.inf
     while looks < MOST_VERIFICATIONS:
         try:
             plan = planner.search(budget_factor, ceiling)

@@ -40,7 +40,7 @@ from compressor.report.record_parts import (
     Tool,
     Verdict,
 )
-from compressor.report.search_parts import Agreement, FrontierPoint, TriedPlan
+from compressor.report.search_parts import Agreement, FrontierPoint, Healing, TriedPlan
 from compressor.report.speed_parts import KVCache, Speed
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import EXPORT, RECORD, UNNAMED
@@ -93,6 +93,7 @@ class Record(Versioned):
     selection: dict[str, PerplexityChange] = Field(default_factory=dict)
     trials: list[TriedPlan] = Field(default_factory=list)
     compensated: bool = False
+    healing: Healing | None = None
     agreement: Agreement | None = None
     frontier: list[FrontierPoint] = Field(default_factory=list)
     figures: list[str] = Field(default_factory=list)

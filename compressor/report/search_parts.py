@@ -46,6 +46,39 @@ class TriedPlan(Part):
     texts: dict[str, PerplexityChange]
 
 
+class HealingLook(Part):
+    """One look at the selection text while healing: after so many tokens, how far the model is from its source."""
+
+    tokens: int
+    kl: Figure
+    rise: Figure  # of the loss, in nats per token
+    dppl: dict[str, Figure]
+
+
+class Healing(Part):
+    """How replacements were trained towards the source's predictions: on what, how long, what was trained, and what
+    that won on the selection text. `looks` begins with the state before, and the best of them is what was kept."""
+
+    asked_tokens: int
+    tokens: int  # trained on, until it stopped
+    text: str
+    text_tokens: int  # different ones; where more were trained on, they came again in another order
+    text_sha256: str
+    params: str
+    trained_parameters: int
+    loss: str = "KL(source ‖ compressed), all logits, temperature 1"
+    optimizer: str = "AdamW, linear warm-up, cosine to zero"
+    learning_rate: Figure
+    batch_tokens: int
+    clip: Figure
+    seed: int
+    precision: str
+    seconds: Figure
+    looks: list[HealingLook]
+    kept: HealingLook
+    stopped: str | None = None
+
+
 class FrontierPoint(Part):
     """The largest plan for one of several budgets, or the cheapest of one of several sizes; without a plan, why."""
 
@@ -60,3 +93,4 @@ class FrontierPoint(Part):
     blocks: int = 0
     reason: str | None = None
     remove: Removal | None = None  # the size, where that was asked for
+    heal: int | None = None  # tokens that it must be healed on to stay inside; its figures are those before that
