@@ -15,6 +15,7 @@ ROOMS = [
     "export",
     "report",
     "plan",
+    "heal",
     "measure",
     "evaluate",
     "patch",

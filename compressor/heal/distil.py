@@ -42,7 +42,7 @@ from compressor.runtime.context import RunContext
 from compressor.text import Split, Text, batches
 
 PATIENCE = 3  # looks in a row without a gain, after which healing stops
-DIVERGED = 2.0  # factor on the best divergence: beyond it the training has come apart, and stops at once
+DIVERGED, NOISE = 3.0, 0.01  # times the best divergence, and nats: beyond both together the training has come apart
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Look:
     @property
     def distance(self) -> float:
         """What the best state is chosen by. Divergence tells more surely how near the source is, the rise of the loss
-        is what a budget asks for."""
-        return self.kl + self.rise
+        is what a budget asks for; a fall of it is no merit."""
+        return self.kl + max(self.rise, 0.0)
 
 
 @dataclass(frozen=True)
@@ -135,27 +135,28 @@ class Distiller:
         self.fits = fits
         self.windows = healing_split(text).windows
         self.layers = [model.get_submodule(block.layer_path) for block in find_blocks(model)]
-        self.first = min(layer_of(index) for index in fits)
+        self.first = min((layer_of(index) for index in fits), default=0)
         self.size = max(1, settings.batch_tokens // text.seq_len)
         self.steps = max(1, math.ceil(settings.tokens / (self.size * text.seq_len)))
 
-    def run(self) -> Healing:
-        cache, key = self.context.cache, self.key()
+    def prepare(self) -> None:
+        """Copy what is trained, and find out how to compare; nothing is trained yet."""
         self.student = make_student(self.model, self.blocks, self.fits, self.settings.params)
         self.parameters = trained_parameters(self.student)
         self.precision = choose_precision(self.model, self.context)
+        self.outputs: Outputs = find_outputs(self.model, self.windows, self.precision)
+        self.tuple_length = check_layers(self.model, find_blocks(self.model))
+
+    def run(self) -> Healing:
+        cache, key = self.context.cache, self.key()
+        self.prepare()
         finished = cache.find(key)
         if finished is not None:
             self.context.progress.say(f"{self.name}: done before")
-            state = unpack_summary(finished, list(self.text.counts))
             load_parameters(self.student, finished)
-            return self.finish(state)
-        with (
-            frozen(self.model),
-            plan_memory(self.model, self.layers[self.first :], self.parameters, self.size, self.text),
-        ):
-            self.outputs: Outputs = find_outputs(self.model, self.windows, self.precision)
-            self.tuple_length = check_layers(self.model, find_blocks(self.model))
+            return self.finish(unpack_summary(finished, list(self.text.counts)))
+        changed = self.layers[self.first :]
+        with frozen(self.model), plan_memory(self.model, changed, self.parameters, self.size, self.text):
             state = self.train()
         load_parameters(self.student, state.best)
         cache.keep(key, {**state.best, **pack_summary(state)})
@@ -302,9 +303,9 @@ class Distiller:
         state.looks.append(look)
         if look.distance < best:
             state.best = {name: p.detach().clone() for name, p in self.parameters.items()}
-        elif not math.isfinite(look.kl) or look.kl > DIVERGED * least:
+        elif not math.isfinite(look.kl) or look.kl > DIVERGED * least + NOISE:
             state.stopped = f"the divergence on the selection text rose from {least:.4f} to {look.kl:.4f}"
-        elif state.step > self.steps / 2 and self.settled(state.looks):
+        elif self.steps / 2 < state.step < self.steps and self.settled(state.looks):
             state.stopped = f"{PATIENCE} looks at the selection text without a gain"
         rises = ", ".join(f"{text_prefix(name)}ΔPPL {rise:+.3f}" for name, rise in look.dppl.items())
         self.context.progress.say(f"  {self.name}: after {look.tokens:,} tokens KL {look.kl:.4f}, selection {rises}")

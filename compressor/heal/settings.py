@@ -10,7 +10,8 @@ from compressor.runtime.errors import InputError
 
 HealParams = Literal["replaced", "norms", "all"]
 TOKENS = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kKmM]?)")
-BATCH_TOKENS = 1024
+BATCH_TOKENS = 512  # of one step; larger steps on as many tokens win less
+RATE_TIMES_WIDTH = 0.1
 UNITS = {"": 1, "k": 1_000, "m": 1_000_000}
 
 
@@ -28,15 +29,20 @@ class HealSettings:
     """The training: AdamW with a short warm-up and a cosine to zero, one gradient clip, one seed."""
 
     tokens: int
+    learning_rate: float
     params: HealParams = "norms"
     seed: int = 0
-    learning_rate: float = 2e-4
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     warmup: float = 0.05  # of all steps
     clip: float = 1.0  # norm of the gradient
     batch_tokens: int = BATCH_TOKENS
     looks: int = 8  # at the selection text, evenly spaced
+
+    @classmethod
+    def for_width(cls, tokens: int, width: int, **more: Any) -> HealSettings:
+        """The settings for a model of this width: the wider it is, the smaller are the steps."""
+        return cls(tokens, RATE_TIMES_WIDTH / width, **more)
 
     def describe(self) -> dict[str, Any]:
         return asdict(self)

@@ -40,7 +40,7 @@ def find_beside(model: Any, blocks: list[Block], fits: Replacements, params: Hea
     """The modules of the source that are trained with the replacements, by path."""
     if params == "replaced":
         return {}
-    first = min(layer_of(index) for index in fits)
+    first = min((layer_of(index) for index in fits), default=0)
     layers = [block.layer_path for block in find_blocks(model)]
     by_index = {block.index: block for block in blocks}
     replaced = [path for index in fits for path in (by_index[index].path, *by_index[index].bypass)]

@@ -80,7 +80,9 @@ class Job:
         recipe = self.recipe
         if recipe.heal is None:
             return None
-        return Healer(HealSettings(recipe.heal, recipe.heal_params, recipe.seed), self.text, self.context)
+        width = find_blocks(self.model)[0].width
+        settings = HealSettings.for_width(recipe.heal, width, params=recipe.heal_params, seed=recipe.seed)
+        return Healer(settings, self.text, self.context)
 
     def timings(self) -> dict[str, float]:
         return timings(self.context.progress, self.began)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from compressor.evaluate.budget import Limits, compute_limits
 from compressor.evaluate.speed import flops_per_token
@@ -34,7 +35,8 @@ from compressor.runtime.outputs import write_json
 
 
 def run(recipe: Recipe, out: Path, context: RunContext) -> Record:
-    """Measure and search; write the plan. Several budgets give one plan each, and the frontier."""
+    """Measure and search; write the plan. Several budgets give one plan each, and the frontier; so does healing:
+    with and without it."""
     recipe.require_budget()
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise InputError(f"--out {out} cannot be written; name a file in an existing directory, such as plan.json")
@@ -53,7 +55,9 @@ def run(recipe: Recipe, out: Path, context: RunContext) -> Record:
         limits = compute_limits(each.budgets(job.text.counts), perplexities, recipe.max_kl)
         verdicts = judge_all(profile, space.damages, limits.smallest, {})
         asked = job.recipe.model_copy(update={"max_dppl": each.max_dppl, "remove": each.remove})
-        searches.append(Search(job, profile, space, limits, verdicts, asked))
+        searches.append(Search(job, profile, space, limits, verdicts, asked.model_copy(update={"heal": None})))
+        if asked.heal is not None:
+            searches.append(Search(job, profile, space, limits, verdicts, asked))
     if len(searches) == 1:
         record = searches[0].describe_result(searches[0].find())
         write_json(out, record.to_json_value())
@@ -84,11 +88,13 @@ class Search:
 
     def find(self) -> Plan:
         """The largest plan that leaves room for the verification's noise, or the cheapest of the size that is asked
-        for; BudgetError when nothing fits."""
-        objective = self.recipe.objective
-        planner = Planner(self.space, self.limits, self.verdicts, objective=objective, room=ROOM, profile=self.profile)
+        for; BudgetError when nothing fits. Where it is to be healed, the plan aims past the budget by what that is
+        expected to win."""
+        healer = self.job.healer() if self.recipe.heal else None
+        how: dict[str, Any] = {"objective": self.recipe.objective, "room": ROOM, "profile": self.profile}
+        planner = Planner(self.space, self.limits, self.verdicts, compensate=healer is None, **how)
         if self.target is None:
-            return planner.search()
+            return planner.search(healer.expected_room(planner) if healer else 1.0)
         return refuse_over_selection(planner, search_size(planner, self.target), self.target)
 
     def describe(self) -> Record:
@@ -114,8 +120,11 @@ def find_point(search: Search, out: Path, by_size: bool) -> FrontierPoint:
     try:
         plan = search.find()
     except BudgetError as error:
-        return FrontierPoint(asked=asked, removed=0, removed_fraction=0.0, reason=str(error), remove=size)
-    file = out.with_name(f"{out.stem}-{asked.replace('%', 'pct')}{out.suffix}")
+        return FrontierPoint(
+            asked=asked, removed=0, removed_fraction=0.0, reason=str(error), remove=size, heal=search.recipe.heal
+        )
+    healed = "-healed" if search.recipe.heal else ""
+    file = out.with_name(f"{out.stem}-{asked.replace('%', 'pct')}{healed}{out.suffix}")
     record = search.describe_result(plan)
     write_json(file, record.to_json_value())
     before = flops_per_token(job.model, job.text.seq_len)
@@ -124,6 +133,7 @@ def find_point(search: Search, out: Path, by_size: bool) -> FrontierPoint:
     return FrontierPoint(
         asked=asked,
         remove=size,
+        heal=search.recipe.heal,
         removed=record.parameters.removed or 0,
         removed_fraction=record.parameters.removed_fraction or 0.0,
         file=str(file),

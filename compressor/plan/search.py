@@ -141,9 +141,7 @@ class Planner:
         self.compensation = USUAL_COMPENSATION if compensate else 1.0
         self.scale = self.usual_scale()  # measured over predicted cost, of the last plan that was tried
         self.banned: set[Shape] = set()  # shapes that run slower than the block they would replace
-        self.most_saved: dict[
-            BranchIndex, int
-        ] = {}  # by block: parameters that it may save at most, since a task refused more
+        self.most_saved: dict[BranchIndex, int] = {}  # parameters that a block may save, since a task refused more
         self.unsafe = [index for index in space.candidates if index in verdicts and verdicts[index].word == "unsafe"]
         self.mild_tried = False
         self.attention_tried = False

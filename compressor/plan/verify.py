@@ -126,15 +126,19 @@ def heal_and_verify(planner: Planner, evaluator: Evaluator, source: Measured, he
     """The largest plan that is inside all budgets once it is healed; where none is, the largest without healing.
 
     The search aims past the budget by what healing is expected to win. A healed plan that is over the budget on the
-    selection text, or that the verification text refuses, is followed by a smaller one.
+    selection text, or that the verification text refuses, is followed by a smaller one; one that leaves much of the
+    budget by a larger one.
     """
     say, looks = planner.progress.say, 0
     judge = TaskJudge(planner, evaluator, source)
+    held: VerifiedPlan | None = None
     factor = healer.expected_room(planner) * AIMED_SHARE
     for _ in range(MOST_HEALINGS):
         try:
             plan = planner.search(factor)
         except BudgetError:
+            break
+        if held is not None and planner.count_saved(plan) <= planner.count_saved(held.plan):
             break
         plan, healing = healer.heal_plan(planner, plan)
         used = planner.budget_share(healed_trial(plan), 1.0)
@@ -148,14 +152,17 @@ def heal_and_verify(planner: Planner, evaluator: Evaluator, source: Measured, he
             say(f"  healed, it still uses {used:.2f} of the budget on the selection text")
         if used <= 1:
             scores, refusal = judge.judge(plan)
-            if refusal is None:
-                found = VerifiedPlan(plan, replace(measured, scores=scores), looks, judge.task_looks, healing)
-                return write_continuations(planner, evaluator, found)
-            say(f"  task {', '.join(refusal.broken)} refuses it, healed")
+            if refusal is not None:
+                say(f"  task {', '.join(refusal.broken)} refuses it, healed")
+                break
+            held = VerifiedPlan(plan, replace(measured, scores=scores), looks, judge.task_looks, healing)
+        if held is not None and (used > 1 or used >= WELL_USED):
             break
-        factor *= AIMED_SHARE / used
+        factor *= min(AIMED_SHARE / max(used, 0.2), 2.0)
         if factor <= 1:
             break
+    if held is not None:
+        return write_continuations(planner, evaluator, held)
     say("  no healed plan holds; the largest without healing is looked for")
     return search_and_verify(planner.with_compensation(), evaluator, source, judge, looks)
 

@@ -20,6 +20,7 @@ from compressor.report.formats import (
     ratio_interval,
     say_cache,
 )
+from compressor.report.healing import NO_TRAINING, capitalised
 from compressor.report.record import Record, SavedRecord
 from compressor.report.record_parts import Block, SavedBlock, Source, TextResult, present
 from compressor.report.speed_parts import Speed
@@ -119,7 +120,7 @@ def opening_section(record: Record | SavedRecord) -> list[str]:
         f"# {escape(name)}, compressed\n",
         f"A smaller copy of {origin} ({escape(source.model_type)}), made by compressor "
         f"{escape(record.tool.version)}: {replaced_parts(record)} replaced by smaller maps "
-        "in closed form. Nothing was trained.\n",
+        f"in closed form. {escape(trained_words(record))}\n",
     ]
     if isinstance(record, Record):
         size = record.parameters
@@ -131,6 +132,14 @@ def opening_section(record: Record | SavedRecord) -> list[str]:
             f"{present(size.after):,}), and {changes}.{nearness}{cache}\n"
         )
     return lines
+
+
+def trained_words(record: Record | SavedRecord) -> str:
+    """What was trained, and on what; a model that was saved through the Python API does not say."""
+    if not isinstance(record, Record) or record.healing is None:
+        return NO_TRAINING
+    texts = ", ".join(map(last_part, record.healing.text.split(", ")))
+    return f"{capitalised(record.healing)} The text was {texts}."
 
 
 def replaced_parts(record: Record | SavedRecord) -> str:

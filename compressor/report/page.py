@@ -41,6 +41,7 @@ from compressor.report.formats import (
     ridge_differs,
     say_cache,
 )
+from compressor.report.healing import capitalised, list_looks, say_rises
 from compressor.report.record import ProfileSet, Record
 from compressor.report.record_parts import SIZE_CHECK, Block, Sample, TopRow
 from compressor.report.summary import answer, finding_lines
@@ -109,7 +110,8 @@ LINEARITY = (
     Section("cross", "Learned, not architectural?", charted("cross")),
     Section("agreement", "Predicted against measured", charted("agreement")),
 )
-ASSESSMENT = (WRITING, LOSSES, BLOCKS, REPLACED, COST, TOGETHER, *LINEARITY, SPEED, PROVENANCE)
+HEALING = Section("healing", "Healing", lambda record, charts: record.healing is not None)
+ASSESSMENT = (WRITING, LOSSES, BLOCKS, REPLACED, COST, TOGETHER, *LINEARITY, HEALING, SPEED, PROVENANCE)
 PROFILE = (BLOCKS, TOGETHER, *LINEARITY, PROVENANCE)
 
 
@@ -200,6 +202,7 @@ def environment() -> Environment:
         **{"ratios": ratio_interval, "signed": lambda value: num(value, "+"), "power": show_power, "quoted": repr},
         **{"replacement": name_replacement, "around": text_around, "split": split_sample},
         **{"ends": ends, "verdict": name_verdict, "ridge_differs": ridge_differs},
+        **{"say_healing": capitalised, "list_looks": list_looks, "say_rises": say_rises},
     }
     environment.filters |= filters
     environment.globals |= {"outlier_blocks": outlier_blocks, "change": show_change, "same_speed": SAME_SPEED}
@@ -233,12 +236,17 @@ def headline(record: Record) -> Answer:
         said += f" ({asked_size(record.budget.remove)})"
     loss, good = say_cost(record)
     nearness, near = say_fidelity(record)
-    sentences, good = [f"{said}{loss}.", *nearness, *say_cache(record.kv_cache)], good and near
+    sentences, good = [f"{said}{loss}.", *nearness, *say_cache(record.kv_cache), *say_trained(record)], good and near
     failed = [check.name for check in record.checks if not check.passed]
     if failed or record.passed is False:
         good = False
         sentences.append(f"Checks failed: {', '.join(failed) or 'the record does not say which'}.")
     return Answer(sentences, good and bool(loss))
+
+
+def say_trained(record: Record) -> list[str]:
+    """That replacements were trained, where they were."""
+    return [capitalised(record.healing)] if record.healing else []
 
 
 def say_cost(record: Record) -> tuple[str, bool]:

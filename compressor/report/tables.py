@@ -23,6 +23,7 @@ from compressor.report.formats import (
     name_verdict,
     ratio_interval,
 )
+from compressor.report.healing import healing_lines
 from compressor.report.record import Record, SavedRecord, by_verdict
 from compressor.report.record_parts import (
     SIZE_CHECK,
@@ -39,6 +40,7 @@ from compressor.report.record_parts import (
 from compressor.runtime.names import NO_LIMIT, UNNAMED
 from compressor.runtime.resources import format_bytes
 
+HEAL_COLUMN = "to be healed on"  # tokens
 COLOURS = {"FAILED": "bold red", "passed": "green"}
 
 
@@ -264,16 +266,18 @@ def frontier_table(record: Record) -> Table:
     """One line per budget or size: what is removed, and what it costs on the selection text."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     asked = "at least" if any(point.remove for point in record.frontier) else "budget"
-    for name in (asked, "removed", "parameters", "FLOPs per token", "ΔPPL", "95 % interval", "blocks", "plan"):
+    healed = [HEAL_COLUMN] if any(point.heal for point in record.frontier) else []
+    for name in (asked, *healed, "removed", "parameters", "FLOPs per token", "ΔPPL", "95 % interval", "blocks", "plan"):
         table.add_column(name, justify="left" if name == "plan" else "right")
     for point in record.frontier:
         if not point.removed:
-            table.add_row(point.asked, "0", "·", "·", "·", "·", "0", "nothing fits")
+            table.add_row(point.asked, *["·" for _ in healed], "0", "·", "·", "·", "·", "0", "nothing fits")
             continue
         worst = max(point.texts.values(), key=lambda text: text.delta / text.baseline)
         low, high = worst.delta_ci95
         table.add_row(
             point.asked,
+            *[f"{point.heal:,}" if point.heal else "–" for _ in healed],
             f"{point.removed_fraction:.2%}",
             f"−{point.removed:,}",
             f"{present(point.flops_ratio):.3f}× fewer",
@@ -292,13 +296,17 @@ def frontier_lines(record: Record, file: Path) -> list[str]:
     note = "room is left for the noise of the verification text, on which `compress apply` measures"
     if present(record.budget).max_dppl is None:
         note = f"{NO_LIMIT} on perplexity; `compress apply` measures on the verification text"
+    if any(point.heal for point in record.frontier):
+        note += (
+            "; of plans to be healed, ΔPPL is before that: they aim past the budget by what healing is expected to win"
+        )
     return [*agreement_lines(record), f"{where}; {note}", f"written: {', '.join([str(file), *record.figures])}"]
 
 
 def result_lines(record: Record) -> list[str]:
     """What a run of the whole job came to."""
     figures = [*text_lines(record), *task_lines(record), *generation_lines(record), *breakdown_lines(record)]
-    size = [*size_lines(record), *speed_lines(record)]
+    size = [*healing_lines(record.healing), *size_lines(record), *speed_lines(record)]
     done = [time_line(record.timings), f"written to {record.out}"]
     about = [*notes(record), *attention_lines(record), *agreement_lines(record), *warning_lines(record)]
     return [*about, *figures, *size, *done]
