@@ -24,16 +24,20 @@ LEAST_TOKENS = 1024
 
 
 def tokens_in(model: Any, minutes: float, seq_len: int, context: RunContext) -> int:
-    """The tokens, in thousands, that so many minutes are enough for. The pace is kept: the same command gives the same
-    number on this machine."""
+    """The tokens, in thousands, that so many minutes are enough for."""
+    seconds = seconds_per_token(model, seq_len, context)
+    tokens = LOOKS_SHARE * 60 * minutes / seconds * distributed.size()
+    return max(LEAST_TOKENS, round(tokens / 1000) * 1000)
+
+
+def seconds_per_token(model: Any, seq_len: int, context: RunContext) -> float:
+    """The pace of this machine, which is kept: given again, the same command makes the same tokens of its minutes."""
     key = cache_key("pace of healing", identify(model), "", seq_len=seq_len, machine=identify_machine())
 
     def run() -> Tensors:
         return {"seconds": torch.tensor(time_step(model, seq_len, context), dtype=torch.float64)}
 
-    seconds = context.cache.get("", key, lambda: distributed.compute_on_first(run))["seconds"].item()
-    tokens = LOOKS_SHARE * 60 * minutes / seconds * distributed.size()
-    return max(LEAST_TOKENS, round(tokens / 1000) * 1000)
+    return context.cache.get("", key, lambda: distributed.compute_on_first(run))["seconds"].item()
 
 
 def time_step(model: Any, seq_len: int, context: RunContext) -> float:

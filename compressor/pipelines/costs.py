@@ -17,6 +17,7 @@ from torch import Tensor
 
 from compressor.evaluate.perplexity import evaluate
 from compressor.evaluate.speed import DECODED, LEAST_PAIRS, PREFILL_TOKENS, time_call
+from compressor.heal.pace import seconds_per_token
 from compressor.measure.gradients import GRADIENT_TOKENS
 from compressor.measure.moments import ACCUMULATION_DTYPE, add_gram
 from compressor.measure.swap import spread_windows
@@ -95,6 +96,7 @@ STEPS = (
             Work("inverse", "blocks", 1, 5),
         ),
     ),
+    Step("heal", ("heal", "heal trial"), (Work("seconds", "healing", 1.2, 2.6),)),
     Step("verify", ("verify",), (Work("forward", "verification", 1.3, 3),)),
     Step("probes", ("probe", "cross"), (Work("forward", "probed", 2, 6),)),
     Step("tasks", ("source *", "compressed *", "block *"), (Work("forward", "requested", 2, 2.4),)),
@@ -111,7 +113,7 @@ STEPS = (
     ),
 )
 # What several processes share; the rest is done by each of them, or by the first while the others wait.
-SHARED = ("calibration", "selection", "verification", "gradients", "replaced_alone", "blocks", "probed")
+SHARED = ("calibration", "selection", "verification", "gradients", "replaced_alone", "blocks", "probed", "healing")
 REPORT_SECONDS = 4.0  # page and figures
 
 
@@ -166,12 +168,20 @@ def count_quantities(job: Job, requested: int, opening: float, stored: int) -> d
         "blocks": 1,
         "probed": text.calibration.tokens * (len(recipe.probe or ()) + (job.other is not None)),
         "requested": requested,
+        "healing": estimate_healing(job),
         "written": recipe.generate,
         "prefilled": timed * PREFILL_TOKENS,
         "decoded": timed * DECODED,
         "storing": stored / STORED_BYTES,
         "report": REPORT_SECONDS,
     }
+
+
+def estimate_healing(job: Job) -> float:
+    """Seconds that all steps of one healing take, without looks, the trial, and a second plan."""
+    if job.recipe.heal is None:
+        return 0.0
+    return job.recipe.heal * seconds_per_token(job.model, job.text.seq_len, job.context)
 
 
 def estimate_writing(job: Job) -> float:

@@ -18,7 +18,7 @@ from compressor.plan import healing as plans
 from compressor.plan.healing import Healer, extrapolate
 
 SIZE = ["--objective", "size", "--generate", "0"]
-HEAL = ["--heal", "16k"]
+HEAL = ["--heal", "20k"]
 
 
 def read(out: Path) -> dict[str, Any]:
@@ -27,9 +27,9 @@ def read(out: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def healed(compress: Compress, models: Path, options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `compress MODEL --remove 12% --heal 16k --out DIR` wrote; no test may change it."""
+    """What `compress MODEL --remove 25% --heal 20k --out DIR` wrote; no test may change it."""
     out = tmp_path_factory.mktemp("healed") / "small"
-    done = compress(models / "llama", *options, *SIZE, *HEAL, "--remove", "12%", "--out", out)
+    done = compress(models / "llama", *options, *SIZE, *HEAL, "--remove", "25%", "--out", out)
     assert done.code == 0, done.err
     assert "healed on " in done.out
     return out
@@ -38,13 +38,13 @@ def healed(compress: Compress, models: Path, options: list[str], tmp_path_factor
 def test_record_card_and_page_say_what_was_trained(healed: Path) -> None:
     record = read(healed)
     healing = record["healing"]
-    assert (healing["asked_tokens"], healing["params"]) == (16_000, "norms")
-    assert 8_000 < healing["tokens"] <= 16_000
+    assert (healing["asked_tokens"], healing["params"]) == (20_000, "norms")
+    assert 10_000 < healing["tokens"] <= 20_000
     assert healing["text"].endswith("corpus.txt")
     assert healing["looks"][0]["tokens"] == 0
     assert healing["kept"]["kl"] < healing["looks"][0]["kl"]
     assert healing["kept"] in healing["looks"]
-    assert record["recipe"]["heal"] == 16_000
+    assert record["recipe"]["heal"] == 20_000
     assert record["compensated"] is False
     card = (healed / "README.md").read_text(encoding="utf-8").replace("\\", "")
     assert "Nothing was trained" not in card
@@ -101,11 +101,11 @@ def test_plan_shows_both_and_apply_heals(compress: Compress, models: Path, optio
     done = compress(*job, *HEAL, "--out", plan)
     assert done.code == 0, done.err
     points = json.loads(plan.read_text(encoding="utf-8"))["frontier"]
-    assert [point.get("heal") for point in points] == [None, 16_000]
+    assert [point.get("heal") for point in points] == [None, 20_000]
     assert "to be healed on" in done.out
     done = compress("apply", models / "llama", points[1]["file"], "--max-dppl", "30%", "--out", tmp_path / "applied")
     assert done.code == 0, done.err
-    assert read(tmp_path / "applied")["healing"]["asked_tokens"] == 16_000
+    assert read(tmp_path / "applied")["healing"]["asked_tokens"] == 20_000
     done = compress("apply", models / "llama", points[0]["file"], "--max-dppl", "30%", "--out", tmp_path / "plain")
     assert done.code == 0, done.err
     assert read(tmp_path / "plain").get("healing") is None
