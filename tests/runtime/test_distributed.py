@@ -113,6 +113,21 @@ def test_the_first_of_two_processes_writes_the_text_of_all(compress: Compress, p
     assert json.loads(two.stdout)["text"] == json.loads(one.out)["text"]  # hashes of all windows
 
 
+def test_two_processes_share_the_batches_of_healing(compress: Compress, place: Path) -> None:
+    words = ["heal", place / "one", "--heal", "6k", "--max-dppl", "90%"]
+    one = compress(*words, "--cache", place / "cache-healed", "--out", place / "healed-one")
+    assert one.code == 0, one.err
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    two = run(launcher, [*words, "--out", place / "healed-two"], place / "cache-healed-two")
+    assert two.returncode == 0, two.stderr[-2000:]
+    first, second = (
+        json.loads((place / name / "compression.json").read_text())["healing"] for name in ("healed-one", "healed-two")
+    )
+    assert len(first["looks"]) > 2
+    for a, b in zip(first["looks"], second["looks"], strict=True):
+        assert b["kl"] == pytest.approx(a["kl"], rel=0.05)
+
+
 def test_three_processes_of_accelerate_profile_with_probes_and_a_swap(compress: Compress, place: Path) -> None:
     """Everything that gathers rows, with more processes than there are batches of some texts."""
     # With --cpu accelerate starts one process, however many it is asked for; without GPUs these use gloo.
