@@ -118,7 +118,7 @@ def why_nothing_to_apply(plan: PlanRecord) -> str:
     )
 
 
-def shapes_of(plan: PlanRecord) -> dict[BranchIndex, Shape]:
+def shapes_of(plan: Record) -> dict[BranchIndex, Shape]:
     """What stands in every block that the plan replaces."""
     branches = branches_of(plan)
     indices = [index for index, _ in branches]
@@ -129,7 +129,7 @@ def shapes_of(plan: PlanRecord) -> dict[BranchIndex, Shape]:
     return {index: shape_of(index, replacement) for index, replacement in chosen.items()}
 
 
-def branches_of(plan: PlanRecord) -> list[tuple[BranchIndex, Block | Attention]]:
+def branches_of(plan: Record) -> list[tuple[BranchIndex, Block | Attention]]:
     """The FFNs and the attention that the plan lists."""
     attention = [(AttentionOf(branch.index), branch) for branch in plan.attention]
     return [*((block.index, block) for block in plan.blocks), *attention]

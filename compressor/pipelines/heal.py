@@ -12,6 +12,7 @@ from compressor.models.blocks import find_branches
 from compressor.models.load import load_model
 from compressor.models.source import identify, source_of
 from compressor.patch.tree import HealedReplacements, Replacements, identify_patched, patched
+from compressor.pipelines.apply import shapes_of
 from compressor.pipelines.check import recipe_of
 from compressor.pipelines.compress import finish
 from compressor.pipelines.describe import describe_healing, describe_source, describe_text
@@ -52,7 +53,7 @@ def run(directory: Path, options: Mapping[str, Any], source: str | None, context
         healing = healer.heal(job.model, fits)
         with patched(job.model, find_branches(job.model), healing.fits):
             after = evaluator.measure(job.model, "compressed", identify_patched(job.model, healing.fits), before)
-        refuse_over_budget(evaluator, before, after, {})
+        refuse_over_budget(evaluator, before, after, shapes_of(recorded))
         record = recorded.with_parts(
             **describe_tool(),
             source=describe_source(job.model),

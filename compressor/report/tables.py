@@ -391,6 +391,7 @@ def info_lines(record: Record | SavedRecord) -> list[str]:
             *notes(record),
             *attention_lines(record),
             *figures,
+            *healing_lines(record.healing),
             *size_lines(record),
             *weights_lines(record),
         ]
