@@ -17,9 +17,9 @@ from compressor.runtime.context import RunContext
 from compressor.runtime.errors import BudgetError
 from compressor.text import Text
 
-TRIAL_SHARE, LEAST_TRIAL = 0.1, 16_384  # tokens of the trial: of all tokens, and at least
+TRIAL_SHARE, LEAST_TRIAL = 0.1, 24_576  # tokens of the trial: of all tokens, and at least
 TRIED_PAST = 2.0  # times the budget: the plan that the trial heals
-GROWTH = 0.2  # what is left after t times the trial's tokens is the trial's rest to the power of t to this
+GROWTH = 0.35  # what is left after t times the trial's tokens is the trial's rest to the power of t to this
 MOST_ROOM = 3.5  # times the budget, that a plan before healing may cost at most
 
 

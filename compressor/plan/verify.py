@@ -23,7 +23,8 @@ from compressor.runtime.errors import BudgetError
 
 MOST_VERIFICATIONS = 5  # looks at the verification text
 WELL_USED, AIMED_SHARE = 0.8, 0.93  # of the budget: a plan that uses less is made larger; what the next plan aims at
-MOST_HEALINGS = 2  # plans that are healed for one budget
+MOST_HEALINGS = 3  # plans that are healed for one budget
+WORTH_VERIFYING = 1.3  # of the budget: a healed plan that uses more on the selection text is not verified
 MOST_REFILLS = 3  # larger plans that are tried after tasks refused blocks, with what those free of the budget
 MOST_DOCUMENTS = 64  # lost documents per task that are scored again to find out which block loses them
 
@@ -123,16 +124,17 @@ def search_and_verify(
 
 
 def heal_and_verify(planner: Planner, evaluator: Evaluator, source: Measured, healer: Healer) -> VerifiedPlan:
-    """The largest plan that is inside all budgets once it is healed; where none is, the largest without healing.
+    """The largest plan that is inside all budgets once it is healed, or the largest without healing, if that is larger.
 
-    The search aims past the budget by what healing is expected to win. A healed plan that is over the budget on the
-    selection text, or that the verification text refuses, is followed by a smaller one; one that leaves much of the
-    budget by a larger one.
+    The search aims past the budget by what healing is expected to win. A healed plan that is over the budget is
+    followed by a smaller one, one that leaves much of it by a larger one. Where all of them leave much, or none holds,
+    the search without healing has its turn.
     """
     say, looks = planner.progress.say, 0
     judge = TaskJudge(planner, evaluator, source)
     held: VerifiedPlan | None = None
-    factor = healer.expected_room(planner) * AIMED_SHARE
+    held_factor = 0.0
+    factor, refused = healer.expected_room(planner) * AIMED_SHARE, math.inf
     for _ in range(MOST_HEALINGS):
         try:
             plan = planner.search(factor)
@@ -142,7 +144,7 @@ def heal_and_verify(planner: Planner, evaluator: Evaluator, source: Measured, he
             break
         plan, healing = healer.heal_plan(planner, plan)
         used = planner.budget_share(healed_trial(plan), 1.0)
-        if used <= 1:
+        if used <= WORTH_VERIFYING:
             looks += 1
             measured = measure_plan(planner, evaluator, plan, source)
             shares = measure_shares(evaluator, source, measured)
@@ -156,15 +158,25 @@ def heal_and_verify(planner: Planner, evaluator: Evaluator, source: Measured, he
                 say(f"  task {', '.join(refusal.broken)} refuses it, healed")
                 break
             held = VerifiedPlan(plan, replace(measured, scores=scores), looks, judge.task_looks, healing)
-        if held is not None and (used > 1 or used >= WELL_USED):
-            break
-        factor *= min(AIMED_SHARE / max(used, 0.2), 2.0)
-        if factor <= 1:
-            break
-    if held is not None:
+            held_factor = factor
+            if used >= WELL_USED:
+                return write_continuations(planner, evaluator, held)
+            next_factor = min(factor * AIMED_SHARE / max(used, 0.2), 2 * factor, (factor + refused) / 2)
+        else:
+            refused, next_factor = factor, factor * AIMED_SHARE / used
+            if held is not None:
+                next_factor = (held_factor + refused) / 2
+        factor = next_factor
+    say("  the largest plan without healing is looked for")
+    try:
+        plain = search_and_verify(planner.with_compensation(), evaluator, source, judge, looks)
+    except BudgetError:
+        if held is None:
+            raise
         return write_continuations(planner, evaluator, held)
-    say("  no healed plan holds; the largest without healing is looked for")
-    return search_and_verify(planner.with_compensation(), evaluator, source, judge, looks)
+    if held is None or planner.count_saved(plain.plan) > planner.count_saved(held.plan):
+        return plain
+    return write_continuations(planner, evaluator, held)
 
 
 def healed_trial(plan: Plan) -> Trial:

@@ -138,7 +138,7 @@ def test_where_healing_does_not_help_the_plan_without_it_is_written(
     arguments = [models / "llama", *options, *SIZE, *HEAL, "--max-dppl", "3%", "--cache", tmp_path / "cache"]
     done = compress(*arguments, "--out", tmp_path / "out")
     assert done.code == 0, done.err
-    assert "the largest without healing is looked for" in done.err
+    assert "the largest plan without healing is looked for" in done.err
     record = read(tmp_path / "out")
     assert record.get("healing") is None
     assert record["parameters"]["removed"] > 0
