@@ -32,13 +32,11 @@ def run(directory: Path, options: Mapping[str, Any], source: str | None, context
     recorded = read_record(directory)
     if not isinstance(recorded, Record):
         raise InputError(f"{directory} has a {RECORD} without measurements; compress it again to heal it")
-    asked = {key: options[key] for key in ("heal", "heal_minutes") if options.get(key) is not None}
-    if not asked:
+    if options.get("heal") is None and options.get("heal_minutes") is None:
         raise InputError("say how long to heal: --heal 200k (tokens) or --heal-minutes 10")
     recipe = recipe_of(directory, options, recorded)
-    forgotten = {"heal": None, "heal_minutes": None, **asked}  # what an earlier healing was asked for is not meant
-    recipe = recipe.model_copy(update={**forgotten, "model": source or recipe.model})
-    recipe = type(recipe).model_validate(recipe.model_dump(exclude_none=True))
+    forgotten = [key for key in ("heal", "heal_minutes") if options.get(key) is None]  # of an earlier healing
+    recipe = recipe.model_copy(update={**dict.fromkeys(forgotten), "model": source or recipe.model})
     with reserved_out(recipe, context) as out:
         job = open_job(recipe, context)
         require_room(job, out)
