@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from compressor.models.calls import other_forwards
 from compressor.models.offload import device_of
 from compressor.runtime.errors import InputError
 from compressor.runtime.resources import available_memory, format_bytes
@@ -54,7 +55,7 @@ def free_memory(model: Any) -> int:
 def checkpointed(layers: list[nn.Module]) -> Iterator[None]:
     """While open, each of these layers keeps only its input, and runs again in the backward pass."""
 
-    def set_forward(layer: nn.Module) -> None:
+    def make(layer: nn.Module) -> Callable[..., Any]:
         forward = layer.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -62,15 +63,7 @@ def checkpointed(layers: list[nn.Module]) -> Iterator[None]:
                 return forward(*args, **kwargs)
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-        layer.forward = run
+        return run
 
-    forwards = [layer.__dict__.get("forward") for layer in layers]  # accelerate sets one on layers that it placed
-    for layer in layers:
-        set_forward(layer)
-    try:
+    with other_forwards(layers, make):
         yield
-    finally:
-        for layer, forward in zip(layers, forwards, strict=True):
-            del layer.__dict__["forward"]
-            if forward is not None:
-                layer.forward = forward

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +144,21 @@ class LayerCalls:
 
 
 @contextmanager
+def other_forwards(layers: Sequence[nn.Module], make: Callable[[nn.Module], Callable[..., Any]]) -> Iterator[None]:
+    """While open, each of these layers runs what `make` makes of it instead of its own forward."""
+    forwards = [layer.__dict__.get("forward") for layer in layers]  # accelerate sets one on layers that it placed
+    for layer in layers:
+        layer.forward = make(layer)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, forwards, strict=True):
+            del layer.__dict__["forward"]
+            if forward is not None:
+                layer.forward = forward
+
+
+@contextmanager
 def passing_through(
     layers: Sequence[nn.Module], tuple_length: int, states: Iterator[Tensor] | None = None
 ) -> Iterator[None]:
@@ -153,23 +168,16 @@ def passing_through(
     those instead.
     """
 
-    def set_forward(layer: nn.Module, replace: bool) -> None:
+    def make(layer: nn.Module) -> Callable[..., Any]:
         def pass_through(*args: Any, **kwargs: Any) -> Any:
-            state = next(states) if replace and states is not None else split_arguments(layer, args, kwargs)[0]
+            own = states if layer is layers[0] else None
+            state = split_arguments(layer, args, kwargs)[0] if own is None else next(own)
             return state if tuple_length == 0 else (state, *[None] * (tuple_length - 1))
 
-        layer.forward = pass_through
+        return pass_through
 
-    forwards = [layer.__dict__.get("forward") for layer in layers]  # accelerate sets one on layers that it placed
-    for layer in layers:
-        set_forward(layer, layer is layers[0])
-    try:
+    with other_forwards(layers, make):
         yield
-    finally:
-        for layer, forward in zip(layers, forwards, strict=True):
-            del layer.__dict__["forward"]
-            if forward is not None:
-                layer.forward = forward
 
 
 @torch.no_grad()
