@@ -148,8 +148,8 @@ class Distiller:
         self.tuple_length = check_layers(self.model, find_blocks(self.model))
 
     def run(self) -> Healing:
-        cache, key = self.context.cache, self.key()
         self.prepare()
+        cache, key = self.context.cache, self.key()
         finished = cache.find(key)
         if finished is not None:
             self.context.progress.say(f"{self.name}: done before")
@@ -179,8 +179,8 @@ class Distiller:
         """All that the trained weights depend on."""
         how = {**self.settings.describe(), "seq_len": self.text.seq_len, "selection": self.text.selection.sha256}
         windows = healing_split(self.text).sha256
-        precision = {"processes": distributed.size(), "threads": torch.get_num_threads()}
-        return cache_key(f"healed {kind}", identify_patched(self.model, self.fits), windows, **how, **precision)
+        machine = {"processes": distributed.size(), "threads": torch.get_num_threads(), "precision": self.precision}
+        return cache_key(f"healed {kind}", identify_patched(self.model, self.fits), windows, **how, **machine)
 
     def train(self) -> State:
         """Train to the last step, or to the first sign that more would do harm."""
