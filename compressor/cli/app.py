@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from compressor import __version__
 from compressor.cli.exit import run_and_exit
-from compressor.cli.options import Debug, Json, RunOptions, Values, spread_budgets, with_options
+from compressor.cli.help import SETTINGS, Command, Commands
+from compressor.cli.options import Debug, Json, RunOptions, Values, Verbose, with_options
 from compressor.cli.output import emit
 from compressor.pipelines import recipe
 from compressor.runtime.errors import DONE, MISSED, InputError
@@ -25,22 +25,21 @@ if TYPE_CHECKING:
 EXAMPLES = """
 Make a language model smaller with a promise: this much smaller, and no worse than that.
 
-compress MODEL --max-dppl 1.0 --out DIR   the whole job; MODEL is a hub id, a local directory, or `demo`
+\b
+  compress MODEL --max-dppl 1.0 --out DIR   the whole job
+  compress MODEL --help                     all options of the job
+  compress                                  asks what it needs to know
+
+MODEL is a hub id, a local directory, or a built-in one: demo, demo-llama.
 
 \b
 Examples:
   compress demo --max-dppl 1.0 --out ./demo-lin
-  compress gpt2 --max-dppl 2% --dry-run
-  compress gpt2 --max-dppl 2% --out ./gpt2-lin
-  compress gpt2 --remove 10% --out ./gpt2-small
-  compress ./my-model --text corpus.txt --max-dppl 0.5 --out ./smaller
-  compress profile ./my-model --text corpus.txt
-  compress ./my-model --text corpus.txt --max-dppl 0.5 --heal 200k --out ./smaller
-  compress heal ./smaller --heal-minutes 10 --out ./healed
-  compress check ./smaller --max-dppl 0.5
+  compress ./my-model --text corpus.txt --max-dppl 2% --dry-run
+  compress ./my-model --text corpus.txt --max-dppl 2% --out ./smaller
+  compress ./my-model --text corpus.txt --remove 10% --heal 200k --out ./smaller
+  compress check ./smaller
   compress export ./smaller --to gguf --out smaller.gguf
-  compress push ./smaller me/smaller --dry-run
-  compress cache --prune
 
 Exit codes: 0 done and inside the budget; 1 the budget is missed or nothing fits it; 2 bad input.
 """
@@ -50,20 +49,10 @@ EXPORT_TARGETS = ("gguf", "hf-dense", "onnx", "vllm")
 Directory = Annotated[Path, typer.Argument(help="a directory that compress wrote", show_default=False)]
 
 
-class RunByDefault(TyperGroup):
-    """`compress MODEL …` is `compress run MODEL …`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        args = spread_budgets(args) or ["--help"]
-        if args[0] not in self.commands and args[0] not in ("--help", "--version"):
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
-
 app = typer.Typer(
-    cls=RunByDefault,
+    cls=Commands,
     help=EXAMPLES,
-    add_completion=False,
+    context_settings=SETTINGS,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -75,10 +64,28 @@ def refuse_early(
     """Refuse what can be refused before torch is imported, which takes longer than this."""
     from compressor.evaluate import task_files
     from compressor.models import hub
+    from compressor.runtime.names import BUILT_IN_TEXTS, HUB_TEXTS, split_name
+    from compressor.text.sources import find_text_files
 
     for name in (model, values.get("cross")):
         hub.refuse_unreachable(name)
     task_files.refuse_early(values.get("tasks"), values.get("task_path"), recipe_file, trust_remote_code)
+    for word in values.get("text") or []:
+        text = split_name(word)[1]
+        if text not in (*HUB_TEXTS, *BUILT_IN_TEXTS) and not text.startswith("hub:"):
+            find_text_files(text)
+
+
+def resolve_job(options: RunOptions, values: Values, *, writes: bool = True) -> recipe.Recipe:
+    """The recipe of a job that compresses, refused here where it says too little or names an output that is taken."""
+    settings = recipe.resolve(options.recipe_file, values)
+    settings.require_model()
+    settings.require_budget()
+    settings.refuse_healing_conflicts()
+    if writes:
+        settings.removal()  # several sizes are refused here
+        settings.refuse_output()
+    return settings
 
 
 @contextmanager
@@ -95,18 +102,19 @@ def started(options: RunOptions, *, dry_run: bool = False) -> Iterator[RunContex
     from compressor.runtime.progress import Progress
 
     distributed.join_processes()
-    progress = Progress(visible=distributed.rank() == 0)
+    progress = Progress(visible=distributed.rank() == 0 and not options.quiet, verbose=options.verbose)
     if dry_run:
         untouched = open_untouched(options.cache, options.no_cache, progress)
         yield RunContext(cache=untouched, progress=progress, trust_remote_code=options.trust_remote_code)
         return
     # Without a cache, measurements go to a directory that is removed with the run.
     cache = Cache(scratch_directory(progress), progress) if options.no_cache else open_cache(options.cache, progress)
-    with in_use(cache.directory, progress.say) if distributed.rank() == 0 else nullcontext():
+    with in_use(cache.directory, progress.say) if distributed.rank() == 0 else nullcontext(), progress.alive():
         yield RunContext(cache=cache, progress=progress, trust_remote_code=options.trust_remote_code)
+        progress.leave()
 
 
-@app.command()
+@app.command(cls=Command, short_help="the whole job; `compress MODEL …` is short for it")
 @with_options
 def run(
     values: Values,
@@ -120,7 +128,7 @@ def run(
 ) -> None:
     """The whole job; `compress MODEL …` is short for `compress run MODEL …`."""
     refuse_early(values["model"], values, options.recipe_file, options.trust_remote_code)
-    settings = recipe.resolve(options.recipe_file, values)
+    settings = resolve_job(options, values, writes=not dry_run)
     if dry_run:
         estimate(settings, options)
         return
@@ -143,7 +151,7 @@ def estimate(settings: recipe.Recipe, options: RunOptions) -> None:
     emit(record, options.as_json, dry_run_lines(record), None)
 
 
-@app.command()
+@app.command(cls=Command, short_help="how linear every block is, and which must not be touched")
 @with_options
 def profile(
     values: Values,
@@ -159,17 +167,19 @@ def profile(
     """
     for model in models or [""]:
         refuse_early(model or None, values)
+    settings = recipe.resolve(options.recipe_file, values)
+    if not models:
+        settings.require_model()
     from compressor.pipelines import profile
     from compressor.report import summary
 
-    settings = recipe.resolve(options.recipe_file, values)
     settings = settings.model_copy(update={"out": values["out"]})  # a recipe's own is where its compressed model goes
     with started(options) as context:
         record = profile.run(settings, models or [], context, write=not options.as_json)
     emit(record, options.as_json, summary.profile_lines(record), summary.profile_tables(record))
 
 
-@app.command()
+@app.command(cls=Command, short_help="measure and search, touch no weights: plan.json")
 @with_options
 def plan(
     values: Values,
@@ -178,8 +188,9 @@ def plan(
 ) -> None:
     """Measure and search: write plan.json, touch no weights. Several budgets (--max-dppl 0.5 1 2) or sizes
     (--remove 2% 5% 10%) give the frontier."""
-    refuse_early(values["model"], values)
-    settings = recipe.resolve(options.recipe_file, values)
+    refuse_early(values["model"], values, options.recipe_file)
+    settings = resolve_job(options, values, writes=False)
+    settings.searches()  # several budgets and several sizes are refused here
     from compressor.pipelines import plan
     from compressor.report import tables
 
@@ -191,7 +202,7 @@ def plan(
     emit(record, options.as_json, tables.plan_lines(record, plan_out), tables.block_table(record))
 
 
-@app.command()
+@app.command(cls=Command, short_help="fit, patch and save a plan")
 @with_options
 def apply(
     values: Values,
@@ -201,16 +212,19 @@ def apply(
 ) -> None:
     """Fit, patch and save a given plan, if it holds its budget."""
     refuse_early(model, values, None, options.trust_remote_code)
+    settings = recipe.resolve(None, {"model": model, **values})
+    settings.refuse_output()
+    if not plan_file.is_file():
+        raise InputError(f"plan {plan_file} does not exist; make one with `compress plan MODEL --max-dppl 1.0`")
     from compressor.pipelines import apply
     from compressor.report import tables
 
-    settings = recipe.resolve(None, {"model": model, **values})
     with started(options) as context:
         record = apply.run(settings, plan_file, context)
     emit(record, options.as_json, tables.result_lines(record), tables.block_table(record))
 
 
-@app.command()
+@app.command(cls=Command, short_help="train a compressed checkpoint towards its source")
 @with_options
 def heal(
     values: Values,
@@ -220,6 +234,10 @@ def heal(
 ) -> None:
     """Distil a compressed checkpoint towards its source, and write the result if it holds its budget."""
     refuse_early(None, values, directory / "recipe.yaml", options.trust_remote_code)
+    recipe.resolve(None, values).refuse_output()
+    from compressor.report.record import read_record
+
+    read_record(directory)
     from compressor.pipelines import heal
     from compressor.report import tables
 
@@ -228,7 +246,7 @@ def heal(
     emit(record, options.as_json, tables.result_lines(record), tables.block_table(record))
 
 
-@app.command()
+@app.command(cls=Command, short_help="the gate for CI: measure it against its source again")
 @with_options
 def check(
     values: Values,
@@ -243,6 +261,10 @@ def check(
 ) -> None:
     """The gate for CI: measure a checkpoint against its source again; exit 1 when a promise is broken."""
     refuse_early(None, values, directory / "recipe.yaml", options.trust_remote_code)
+    recipe.resolve(None, values)
+    from compressor.report.record import read_record
+
+    read_record(directory)
     from compressor.pipelines import check
     from compressor.report import tables
 
@@ -254,7 +276,7 @@ def check(
     raise typer.Exit(DONE if record.passed else MISSED)
 
 
-@app.command()
+@app.command(cls=Command, short_help="what a checkpoint or an export contains")
 def info(directory: Directory, as_json: Json = False, debug: Debug = False) -> None:
     """What a compressed checkpoint contains; exit code 2 if its weights are not those of its record."""
     from compressor.report import tables
@@ -269,7 +291,7 @@ def info(directory: Directory, as_json: Json = False, debug: Debug = False) -> N
     refuse_other_weights(directory, record, sha256)
 
 
-@app.command()
+@app.command(cls=Command, short_help="what is kept of earlier runs, and how large it is")
 def cache(
     show: Annotated[
         bool, typer.Option("--show", help="where it is, how large, and what is in it (the default)")
@@ -299,7 +321,7 @@ def cache(
     emit(record, as_json, cache_lines(record), cache_tables(record))
 
 
-@app.command()
+@app.command(cls=Command, short_help="send a checkpoint with its card to the Hub")
 def push(
     directory: Directory,
     repo: Annotated[str, typer.Argument(metavar="REPO", help="OWNER/NAME on the Hugging Face Hub", show_default=False)],
@@ -335,7 +357,7 @@ def push(
     emit(record, as_json, tables.push_lines(record), tables.push_table(record))
 
 
-@app.command()
+@app.command(cls=Command, short_help="write it for llama.cpp, ONNX Runtime, stock transformers, vLLM")
 def export(
     model: Annotated[
         str, typer.Argument(metavar="DIR", help="a directory that compress wrote, or its hub id", show_default=False)

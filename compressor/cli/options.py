@@ -15,10 +15,16 @@ import typer
 from pydantic import BeforeValidator
 
 from compressor.pipelines.recipe import UNRECORDED, Recipe
+from compressor.plan.shapes import KINDS
+from compressor.runtime.names import BUILT_IN_MODELS, BUILT_IN_TEXTS, DTYPES, HUB_TEXTS
 
 Values = dict[str, Any]  # what was given on the command line, by key of the recipe; None: it was not given
 Json = Annotated[bool, typer.Option("--json", help="print the report alone, as JSON")]
 Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
+
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print the result alone, no progress")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="print every block, and what the search tries")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,62 +39,80 @@ class RunOptions:
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="run code that comes with the model")
     ] = False
+    quiet: Quiet = False
+    verbose: Verbose = False
     as_json: Json = False
     debug: Debug = False  # read by cli.exit, before the options are parsed
 
 
 TOKENS = ("seq_len", "calib_tokens", "select_tokens", "verify_tokens", "document_separator")
-TASKS = ("tasks", "max_task_drop", "task_path", "task_limit", "generate", "prompts")
-CHOICES = ("branches", "kinds", "blocks", "skip", "rank_by")
+TASKS = ("tasks", "max_task_drop", "task_path", "task_limit")
+TALK = ("generate", "prompts")
+CHOICES = ("objective", "branches", "kinds", "blocks", "skip", "rank_by")
 HEAL = ("heal", "heal_minutes", "heal_params")
 PROBES = ("swap", "swap_tokens", "probe", "probe_steps", "cross")
-MACHINE = ("device", "dtype", "low_memory")
-RUN = ("cache", "no_cache", "trust_remote_code", "as_json", "debug")
+MACHINE = ("device", "dtype", "low_memory", "batch_size")
+FILES = ("recipe_file", "overwrite", "revision", "cache", "no_cache", "trust_remote_code")
+OUTPUT = ("quiet", "verbose", "as_json", "debug")
+# The headings of `--help` and what stands under each; what is under none of them stands first.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "How good it must be": ("max_kl", "confidence", "min_saving", *TASKS, *TALK),
+    "What may change": CHOICES,
+    "Training (nothing is trained without these)": HEAL,
+    "The text": (*TOKENS, "seed"),
+    "Studies of the blocks": PROBES,
+    "The gate's files": ("baseline", "update_baseline", "tolerance", "junit", "page"),
+    "The machine": MACHINE,
+    "Files": FILES,
+    "What is printed": OUTPUT,
+}
+RUN = ("cache", "no_cache", "trust_remote_code", *OUTPUT)
 
-# Command → its parameters in the order of `--help`: fields of Recipe and RunOptions, and parameters of its function.
+# Command → its parameters, those that matter most first: fields of Recipe and RunOptions, and those of its function.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": (
-        *("model", "max_dppl", "max_kl", "remove", "out", "dry_run", "text", "recipe_file", "overwrite", "confidence"),
-        *("objective", *CHOICES, *HEAL, *TOKENS, *TASKS, *PROBES, "batch_size", "seed", *MACHINE, "revision", *RUN),
+        *("model", "max_dppl", "out", "text", "remove", "dry_run", "max_kl", "confidence", "min_saving", *TASKS, *TALK),
+        *(*CHOICES, *HEAL, *TOKENS, "seed", *PROBES, *MACHINE, *FILES, *OUTPUT),
     ),
     "profile": (
-        *("models", "out", "overwrite", "text", "branches", "recipe_file"),
-        *(*PROBES, *TOKENS, "batch_size", "seed", *MACHINE, "revision", *RUN),
+        *("models", "out", "text", "branches", *TOKENS, "seed", *PROBES, *MACHINE, *FILES, *OUTPUT),
     ),
     "plan": (
-        *("model", "max_dppl", "max_kl", "remove", "plan_out", "text", "recipe_file", "confidence", "objective"),
-        *(*CHOICES, *HEAL, *TOKENS, "batch_size", "seed", *MACHINE, "revision", *RUN),
+        *("model", "max_dppl", "plan_out", "text", "remove", "max_kl", "confidence", "min_saving"),
+        *(*CHOICES, *HEAL, *TOKENS, "seed", *MACHINE, "recipe_file", "revision", *RUN),
     ),
     "apply": (
-        *("model", "plan_file", "out", "overwrite", "max_dppl", "max_kl", "confidence"),
-        *(*HEAL, *TASKS, "batch_size", *MACHINE, "revision", *RUN),
+        *("model", "plan_file", "out", "max_dppl", "max_kl", "confidence", *TASKS, *TALK),
+        *(*HEAL, *MACHINE, "overwrite", "revision", *RUN),
     ),
     "heal": (
-        *("directory", *HEAL, "out", "overwrite", "text", "max_dppl", "max_kl", "source"),
-        *("confidence", *TOKENS, *TASKS, "batch_size", "seed", *MACHINE, *RUN),
+        *("directory", "out", "text", "max_dppl", "source", *HEAL, "max_kl", "confidence", *TASKS, *TALK),
+        *(*TOKENS, "seed", *MACHINE, "overwrite", *RUN),
     ),
     "check": (
-        *("directory", "max_dppl", "max_kl", "source", "baseline", "update_baseline", "tolerance", "junit", "page"),
-        *(
-            "text",
-            "confidence",
-            "seq_len",
-            "verify_tokens",
-            "document_separator",
-            *TASKS,
-            "batch_size",
-            "seed",
-            *MACHINE,
-            *RUN,
-        ),
+        *("directory", "max_dppl", "text", "source", "max_kl", "confidence", *TASKS, *TALK),
+        *("seq_len", "verify_tokens", "document_separator", "seed"),
+        *("baseline", "update_baseline", "tolerance", "junit", "page", *MACHINE, *RUN),
     ),
 }
 # The commands that go by what a file recorded: where an option comes from that is not given.
 RECORDED = {"apply": "as in PLAN", "check": "as recorded", "heal": "as recorded"}
 SEVERAL_AMOUNTS = ("--max-dppl", "--remove")  # options that several numbers may follow
 ARGUMENTS = ("model",)  # fields of the recipe that are given without the name of an option
+SHORT = {"out": "-o"}
+# What stands for the value of an option in the help, where its type does not say it: N, TEXT or FILE.
+METAVARS = {"out": "DIR", "text": "FILE", "task_path": "DIR", "prompts": "FILE", "max_dppl": "N", "remove": "N%"}
+METAVARS |= {"heal": "N", "max_task_drop": "N", "model": "MODEL", "cross": "MODEL", "cache": "DIR", "models": "MODEL"}
+METAVARS |= {"max_kl": "N", "directory": "DIR", "plan_file": "PLAN", "source": "MODEL", "min_saving": "N%"}
 # Help texts that differ from the description of the field.
+ONE_BUDGET = "  [this, --remove or --max-kl is required]"
 HELP = {
+    ("run", "max_dppl"): f"{Recipe.model_fields['max_dppl'].description}{ONE_BUDGET}",
+    ("run", "out"): f"{Recipe.model_fields['out'].description}  [required]",
+    ("plan", "max_dppl"): f"{Recipe.model_fields['max_dppl'].description}; several: a plan for each{ONE_BUDGET}",
+    ("apply", "out"): f"{Recipe.model_fields['out'].description}  [required]",
+    ("heal", "out"): f"{Recipe.model_fields['out'].description}  [required]",
+    ("heal", "heal"): "tokens to train on: 200k  [this or --heal-minutes is required]",
     ("profile", "out"): "directory of the report  [MODEL-profile]",
     ("profile", "branches"): "what to measure: ffn, attention, or both by a comma  [ffn]",
     ("profile", "text"): "UTF-8 file, wikitext2, hub:OWNER/NAME, mix, self, or demo; repeat to compare corpora",
@@ -107,6 +131,8 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
     parameters = {
         name: own.get(name) or shared.get(name) or recipe_parameter(command, name) for name in COMMANDS[command]
     }
+    for parameter in parameters.values():
+        describe_parameter(parameter)
 
     def run(**given: Any) -> None:
         options = RunOptions(**{name: given.pop(name) for name in shared if name in given})
@@ -138,17 +164,45 @@ def recipe_parameter(command: str, name: str) -> Parameter:
     kind = option_type(field.annotation)
     text = HELP.get((command, name), field.description)
     info: Any
+    flag = f"--{name.replace('_', '-')}"
+    names = (flag, SHORT[name]) if name in SHORT else (flag,)
     if name in ARGUMENTS:
         info = typer.Argument(help=text, show_default=False)
     elif kind is bool:
-        flag = f"--{name.replace('_', '-')}"
         both = f"{flag}/--no-{flag[2:]}"
         info = typer.Option(both if field.default is None else flag, help=text, show_default=False)
-    elif command in RECORDED and name not in UNRECORDED:
-        info = typer.Option(help=f"{str(text).partition('  [')[0]}  [{RECORDED[command]}]")
+    elif (command, name) in HELP or name in UNRECORDED or command not in RECORDED:
+        info = typer.Option(*names, help=text if field.default is None else f"{text}  [{field.default}]")
     else:
-        info = typer.Option(help=text if field.default is None else f"{text}  [{field.default}]")
+        info = typer.Option(*names, help=f"{str(text).partition('  [')[0]}  [{RECORDED[command]}]")
+    words = list_words(name)
+    if words:
+        info.autocompletion = lambda incomplete="": [word for word in words if word.startswith(incomplete)]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info])
+
+
+def describe_parameter(parameter: Parameter) -> None:
+    """Say in the help under which heading a parameter stands, and what its value is: N, TEXT, FILE or DIR."""
+    kind, info = get_args(parameter.annotation)[:2]
+    info.rich_help_panel = next((title for title, names in GROUPS.items() if parameter.name in names), None)
+    of = next((part for part in get_args(kind) if part is not type(None)), kind)
+    if info.metavar is None and of is not bool:
+        usual = {int: "N", float: "N", Path: "FILE"}.get(of, "TEXT")
+        info.metavar = METAVARS.get(parameter.name, usual)
+
+
+def list_words(name: str) -> list[str]:
+    """The words that the shell may complete for an option of the recipe; empty where any value may stand."""
+    known = {
+        "kinds": KINDS,
+        "branches": ("ffn", "attention", "all"),
+        "dtype": DTYPES,
+        "device": ("auto", "cpu", "cuda", "mps"),
+        "model": BUILT_IN_MODELS,
+        "text": (*HUB_TEXTS, *BUILT_IN_TEXTS),
+    }
+    choices = (part for part in get_args(Recipe.model_fields[name].annotation) if isinstance(part, str))
+    return list(known.get(name, choices))
 
 
 def option_type(annotation: Any) -> Any:
@@ -157,7 +211,7 @@ def option_type(annotation: Any) -> Any:
     if origin in (Union, UnionType):
         return option_type(next(part for part in parts if part is not type(None)))
     if origin is Annotated:
-        word = parts[0] is int and any(isinstance(part, BeforeValidator) for part in parts)  # such as 200k
+        word = parts[0] in (int, float) and any(isinstance(part, BeforeValidator) for part in parts)  # such as 200k or 0.5%
         return str if word else option_type(parts[0])
     if origin is list:
         return list[str]

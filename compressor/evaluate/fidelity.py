@@ -131,7 +131,7 @@ def measure_source(
         for name in sorted(states):
             spool.append(states[name])
         if named:
-            context.progress.say(f"{named}: measured before")
+            context.progress.note(f"{named}: measured before")
     else:
         tuple_length = check_layers(model, blocks)
         with watching_last_layer(layers[-1]) as outputs:

@@ -152,7 +152,7 @@ class Distiller:
         cache, key = self.context.cache, self.key()
         finished = cache.find(key)
         if finished is not None:
-            self.context.progress.say(f"{self.name}: done before")
+            self.context.progress.note(f"{self.name}: done before")
             load_parameters(self.student, finished)
             return self.finish(unpack_summary(finished, list(self.text.counts)))
         changed = self.layers[self.first :]
@@ -308,7 +308,7 @@ class Distiller:
         elif self.steps / 2 < state.step < self.steps and self.settled(state.looks):
             state.stopped = f"{PATIENCE} looks at the selection text without a gain"
         rises = ", ".join(f"{text_prefix(name)}ΔPPL {rise:+.3f}" for name, rise in look.dppl.items())
-        self.context.progress.say(f"  {self.name}: after {look.tokens:,} tokens KL {look.kl:.4f}, selection {rises}")
+        self.context.progress.note(f"  {self.name}: after {look.tokens:,} tokens KL {look.kl:.4f}, selection {rises}")
 
     def settled(self, looks: list[Look]) -> bool:
         """Whether the last looks brought nothing better than those before them."""

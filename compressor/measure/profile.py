@@ -147,7 +147,7 @@ class ProfileCollector:
             else:
                 self.profiles[block.index] = unpack_block(block, self.text, cached, partial(self.read, block))
         if not missing:
-            self.context.progress.say("profile: measured before")
+            self.context.progress.note("profile: measured before")
         return missing
 
     def inner_path(self, block: Block) -> str | None:

@@ -120,7 +120,7 @@ def run_probes(
     samples = samples_of()
     known = all(cache.has(probe_key(kind, block)) for kind in options.probes for block in blocks)
     if known:
-        progress.say("probes: measured before")
+        progress.note("probes: measured before")
     for block in progress.track("probe", blocks, len(blocks)):
         sample = None if known else next(samples)[1]
         for kind in options.probes:

@@ -181,7 +181,7 @@ class Sweeper:
         after: dict[BranchIndex, Tensor] = {}
         seconds = 0.0
         if all(self.cache.has({**self.key, "block": block.path}) for block in self.blocks):
-            self.progress.say("swap: measured before")
+            self.progress.note("swap: measured before")
         for p in self.progress.track("swap", self.profile.branches, len(self.blocks)):
             trial = self.cache.get("", {**self.key, "block": p.block.path}, partial(self.swap, p))
             after[p.block.index] = trial["nats"]

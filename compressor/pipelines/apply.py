@@ -17,6 +17,7 @@ from compressor.pipelines.compress import finish
 from compressor.pipelines.describe import describe_healing, describe_source, describe_text, put_replacements
 from compressor.pipelines.job import open_job, require_room, reserved_out, size_target
 from compressor.pipelines.recipe import Recipe
+from compressor.pipelines.steps import list_steps
 from compressor.plan.api import fit_shapes
 from compressor.plan.shapes import Shape
 from compressor.plan.verify import refuse_over_budget
@@ -45,6 +46,7 @@ def run(recipe: Recipe, plan_file: Path, context: RunContext) -> Record:
     recipe.require_budget()
     if not shapes:
         raise InputError(f"plan {plan_file} {why_nothing_to_apply(plan)}")
+    context.progress.follow(list_steps("apply", recipe))
     with reserved_out(recipe, context) as out:
         job = open_job(recipe, context, with_choices=True)
         require_room(job, out)

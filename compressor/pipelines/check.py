@@ -36,6 +36,7 @@ from compressor.pipelines.job import (
     timings,
 )
 from compressor.pipelines.recipe import Recipe
+from compressor.pipelines.steps import list_steps
 from compressor.report.ci import append_summary, junit, refuse_unwritable
 from compressor.report.formats import name_replacement
 from compressor.report.page import page
@@ -44,7 +45,7 @@ from compressor.report.record_parts import Check, Replacement
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
-from compressor.runtime.names import NO_LIMIT, split_name
+from compressor.runtime.names import LOAD, NO_LIMIT, split_name
 from compressor.runtime.outputs import write_json
 from compressor.runtime.progress import Progress
 from compressor.text import group_by_name
@@ -87,6 +88,8 @@ def run(directory: Path, options: Mapping[str, Any], gate: Gate, context: RunCon
             "one with --max-dppl 1.0, or compare with --baseline FILE"
         )
     context = context_for(recipe, context)
+    context.progress.follow(list_steps("check", recipe))
+    context.progress.enter(LOAD)
     # Recorded budgets of tasks that are not looked at this time mean nothing here.
     recorded_drops = [] if options.get("max_task_drop") else recipe.max_task_drop or []
     if recorded_drops:
@@ -156,7 +159,7 @@ def load_both(
 ) -> tuple[Any, Any, Any]:
     """The compressed model, its source, and the tokenizer."""
     revision = None if gate.source else recorded.source.revision
-    context.progress.say(f"load {directory} and its source {origin}")
+    context.progress.note(f"load {directory} and its source {origin}")
     place = placing(recipe, context)
     compressed, tokenizer = load_model(str(directory), allow_compressed=True, **place)
     try:

@@ -28,13 +28,17 @@ from compressor.pipelines.describe_profile import describe_profile
 from compressor.pipelines.job import Job, open_job, require_room, reserved_out, size_target, study_blocks
 from compressor.pipelines.outputs import write_result
 from compressor.pipelines.recipe import Recipe
+from compressor.pipelines.steps import list_steps, weigh_steps
+from compressor.plan.healing import Healer
 from compressor.plan.moments_store import open_store
 from compressor.plan.search import Planner, prepare_search
-from compressor.plan.verify import heal_and_verify, search_and_verify, verify_size
+from compressor.plan.verify import VerifiedPlan, heal_and_verify, search_and_verify, verify_size
+from compressor.plan.worth import advising_budget, refuse_worthless
 from compressor.report.record import Record
 from compressor.report.record_parts import present
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
+from compressor.runtime.names import WRITE
 from compressor.text import SPLITS
 
 
@@ -42,12 +46,14 @@ def run(recipe: Recipe, context: RunContext) -> Record:
     """The whole job. BudgetError, and nothing written, when no plan holds on the verification text and the tasks."""
     recipe.require_budget()
     recipe.removal()  # several sizes are refused here
+    context.progress.follow(list_steps("compress", recipe))
     with reserved_out(recipe, context) as out:
         job = open_job(recipe, context, with_choices=True)
         require_room(job, out)
         evaluator = job.evaluator()
 
         store = open_store(job.model, job.text, job.context, job.choices)
+        context.progress.follow(weigh_steps("compress", job, store))
         branches, beside = job.choices.searched_branches, [store.collector()]
         profile = measure(job.model, job.text, job.context, branches=branches, beside=beside, states=store.states)
         source = evaluator.measure(job.model, "source", identify(job.model))
@@ -58,19 +64,30 @@ def run(recipe: Recipe, context: RunContext) -> Record:
         how: dict[str, Any] = {"objective": job.recipe.objective, "profile": profile}
         healer = job.healer()
         planner = Planner(space, limits, study.verdicts, compensate=healer is None, **how)
-        target = size_target(job.recipe, count_parameters(job.model))
-        if target is not None:
-            verified = verify_size(planner, evaluator, source, target, healer)
-        elif healer is not None:
-            verified = heal_and_verify(planner, evaluator, source, healer)
-        else:
-            verified = search_and_verify(planner, evaluator, source)
+        verified = find_plan(job, planner, evaluator, source, healer)
 
         record = describe_profile(job.model, job.tokenizer, job.text, profile, study)
         record = record.with_parts(recipe=job.recipe.settings(), verification_looks=verified.looks)
         record = describe_plan(record, verified.plan, describe_healing(verified.healing, job.text))
         looks = verified.task_looks
         return finish(job, evaluator, verified.plan.fits, source, verified.measured, record, out, looks)
+
+
+def find_plan(
+    job: Job, planner: Planner, evaluator: Evaluator, source: Measured, healer: Healer | None
+) -> VerifiedPlan:
+    """The plan that holds: the cheapest of a size, or the largest inside the budgets, if it is worth having."""
+    parameters = count_parameters(job.model)
+    target = size_target(job.recipe, parameters)
+    if target is not None:
+        return verify_size(planner, evaluator, source, target, healer)
+    with advising_budget(planner, job.recipe.min_saving, parameters):
+        if healer is not None:
+            verified = heal_and_verify(planner, evaluator, source, healer)
+        else:
+            verified = search_and_verify(planner, evaluator, source)
+    refuse_worthless(planner, verified.plan, job.recipe.min_saving, parameters)
+    return verified
 
 
 def finish(
@@ -85,6 +102,7 @@ def finish(
 ) -> Record:
     """Measure the speed, patch for good, assess the patched model against its source, complete the record, and write
     everything."""
+    job.context.progress.enter(WRITE)
     blocks, windows = find_branches(job.model), job.text.verification.windows
     identity = identify_patched(job.model, fits)
     first = distributed.rank() == 0

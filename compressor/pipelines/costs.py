@@ -67,11 +67,11 @@ class Step:
 
 SPEED_CALLS = 2 * (LEAST_PAIRS + 1)  # of each model's prefill, and of its decoding, when the two are timed
 STEPS = (
-    Step("load", (), (Work("seconds", "opening", 1, 1),)),
-    Step("text", (STEP,), (Work("seconds", "writing", 0.3, 1.2),), kept="text"),
-    Step("source", ("source",), (Work("forward", "verification", 1, 1),), kept="source"),
+    Step("load the model", (), (Work("seconds", "opening", 1, 1),)),
+    Step("let it write its text", (STEP,), (Work("seconds", "writing", 0.3, 1.2),), kept="text"),
+    Step("measure the original", ("source",), (Work("forward", "verification", 1, 1),), kept="source"),
     Step(
-        "measure",
+        "measure every block",
         ("measure", "survey"),
         (
             Work("forward", "calibration", 1, 1.2),
@@ -80,15 +80,15 @@ STEPS = (
         ),
         kept="statistics",
     ),
-    Step("gradients", ("gradients",), (Work("backward", "gradients", 1, 1),), kept="statistics"),
+    Step("find out what errors cost", ("gradients",), (Work("backward", "gradients", 1, 1),), kept="statistics"),
     Step(
-        "agreement",
+        "try blocks one at a time",
         ("agreement", "swap", "together"),
         (Work("forward", "replaced_alone", 0.6, 0.9), Work("inverse", "blocks", 1, 3)),
     ),
-    Step("search", ("search",), (Work("forward", "selection", 3, 7), Work("inverse", "blocks", 1, 4))),
+    Step("search for a plan", ("search",), (Work("forward", "selection", 3, 7), Work("inverse", "blocks", 1, 4))),
     Step(
-        "compensate",
+        "fit the plan in order",
         ("compensate",),
         (
             Work("forward", "calibration", 0.3, 1.5),
@@ -96,13 +96,13 @@ STEPS = (
             Work("inverse", "blocks", 1, 5),
         ),
     ),
-    Step("heal", ("heal", "heal trial"), (Work("seconds", "healing", 1.2, 2.6),)),
-    Step("verify", ("verify",), (Work("forward", "verification", 1.3, 3),)),
-    Step("probes", ("probe", "cross"), (Work("forward", "probed", 2, 6),)),
-    Step("tasks", ("source *", "compressed *", "block *"), (Work("forward", "requested", 2, 2.4),)),
-    Step("texts", ("source writes", "compressed writes", "compressed agrees"), (Work("decode", "written", 2, 2.3),)),
+    Step("train towards the original", ("heal", "heal trial"), (Work("seconds", "healing", 1.2, 2.6),)),
+    Step("verify on text kept aside", ("verify",), (Work("forward", "verification", 1.3, 3),)),
+    Step("probe the blocks", ("probe", "cross"), (Work("forward", "probed", 2, 6),)),
+    Step("score the tasks", ("source *", "compressed *", "block *"), (Work("forward", "requested", 2, 2.4),)),
+    Step("compare what both write", ("source writes", "compressed writes", "compressed agrees"), (Work("decode", "written", 2, 2.3),)),
     Step(
-        "write",
+        "write the result",
         (),
         (
             Work("forward", "prefilled", SPEED_CALLS, 1.3 * SPEED_CALLS),

@@ -17,6 +17,7 @@ from compressor.pipelines.check import recipe_of
 from compressor.pipelines.compress import finish
 from compressor.pipelines.describe import describe_healing, describe_source, describe_text
 from compressor.pipelines.job import open_job, placing, require_room, reserved_out
+from compressor.pipelines.steps import list_steps
 from compressor.plan.verify import refuse_over_budget
 from compressor.report.record import Record, describe_tool, read_record
 from compressor.runtime.context import RunContext
@@ -37,6 +38,7 @@ def run(directory: Path, options: Mapping[str, Any], source: str | None, context
     recipe = recipe_of(directory, options, recorded)
     forgotten = [key for key in ("heal", "heal_minutes") if options.get(key) is None]  # of an earlier healing
     recipe = recipe.model_copy(update={**dict.fromkeys(forgotten), "model": source or recipe.model})
+    context.progress.follow(list_steps("heal", recipe))
     with reserved_out(recipe, context) as out:
         job = open_job(recipe, context)
         require_room(job, out)

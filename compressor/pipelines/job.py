@@ -38,7 +38,7 @@ from compressor.plan.removal import SizeTarget, refuse_too_large
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
-from compressor.runtime.names import BUILT_IN_TEXTS, CALIBRATION_TOKENS, HUB_TEXTS, MIX, RECORD, SELF
+from compressor.runtime.names import BUILT_IN_TEXTS, CALIBRATION_TOKENS, HUB_TEXTS, LOAD, MIX, RECORD, SELF
 from compressor.runtime.outputs import reserved
 from compressor.runtime.progress import Progress
 from compressor.runtime.resources import require_disk
@@ -120,14 +120,13 @@ def open_job(
     """
     began = time.perf_counter()
     context = context_for(recipe, context)
-    model_name = recipe.model
-    if model_name is None:
-        raise InputError("no model: give a directory, a hub id such as gpt2, or `demo`")
+    model_name = recipe.require_model()
     if recipe.probe and "ffn" not in recipe.branches_or("all"):
         raise InputError("--probe is about FFNs, and --branches attention leaves them out; add ffn to --branches")
     recipe.refuse_healing_conflicts()
     tasks, recipe = name_tasks(recipe, context.trust_remote_code) if with_tasks else ([], recipe)
-    context.progress.say(f"load {model_name}")
+    context.progress.enter(LOAD)
+    context.progress.note(f"load {model_name}")
     model, tokenizer = load_model(
         model_name,
         trust_remote_code=context.trust_remote_code,
@@ -204,7 +203,7 @@ def placing(recipe: Recipe, context: RunContext) -> dict[str, Any]:
 def load_other(recipe: Recipe, model: Any, context: RunContext) -> tuple[Any, Any]:
     """The model of --cross and its tokenizer, if its blocks take rows of the same width."""
     assert recipe.cross is not None
-    context.progress.say(f"load {recipe.cross}")
+    context.progress.note(f"load {recipe.cross}")
     trust = context.trust_remote_code
     other, tokenizer = load_model(recipe.cross, trust_remote_code=trust, **placing(recipe, context))
     name_in_cache(other, context)
@@ -302,7 +301,7 @@ def open_text(
         texts = len(group_by_name(names))
         text = read_enough(read, size.tokens, texts * seq_len) if size else read(recipe.calib_tokens or 0)
     if size:
-        run.progress.say(size.describe(text))
+        run.progress.note(size.describe(text))
     largest = max(int(getattr(text, name).windows.max()) for name in SPLITS)
     rows = model.get_input_embeddings().weight.shape[0]
     if largest >= rows:
@@ -413,12 +412,11 @@ def study_blocks(
 
 def reserved_out(recipe: Recipe, context: RunContext) -> AbstractContextManager[Path]:
     """The output directory, refused before any work or ours alone while the context is open."""
-    if recipe.out is None:
-        raise InputError("--out is missing: name the directory to write, such as --out ./smaller")
-    return reserved(recipe.out, recipe.overwrite, recipe.model, RECORD, context.progress.say)
+    out = recipe.refuse_output()
+    return reserved(out, recipe.overwrite, recipe.model, RECORD, context.progress.say)
 
 
 def require_room(job: Job, out: Path) -> None:
     """The result is at most as large as its source; the figures and the page are small."""
     weights = count_parameters(job.model) * stored_dtype(job.model).itemsize
-    job.context.progress.say(require_disk("the result", weights + REPORT_BYTES, out, "name another --out"))
+    job.context.progress.note(require_disk("the result", weights + REPORT_BYTES, out, "name another --out"))

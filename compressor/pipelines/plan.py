@@ -21,9 +21,11 @@ from compressor.pipelines.describe import describe_budget, describe_plan
 from compressor.pipelines.describe_profile import describe_profile
 from compressor.pipelines.job import Job, open_job, size_target
 from compressor.pipelines.recipe import Recipe
+from compressor.pipelines.steps import list_steps, weigh_steps
 from compressor.plan.moments_store import open_store
 from compressor.plan.removal import SizeTarget, refuse_over_selection, search_size
 from compressor.plan.search import ROOM, Plan, Planner, SearchSpace, prepare_search
+from compressor.plan.worth import advising_budget, refuse_worthless
 from compressor.report.charts import draw_frontier
 from compressor.report.record import Record
 from compressor.report.record_parts import Budget, present
@@ -41,10 +43,12 @@ def run(recipe: Recipe, out: Path, context: RunContext) -> Record:
     if out.is_dir() or not out.absolute().parent.is_dir():
         raise InputError(f"--out {out} cannot be written; name a file in an existing directory, such as plan.json")
     recipes = recipe.searches()
+    context.progress.follow(list_steps("plan", recipe))
     job = open_job(recipe.model_copy(update={"max_dppl": recipes[0].max_dppl}), context, with_choices=True)
     evaluator = job.evaluator()
 
     store = open_store(job.model, job.text, job.context, job.choices)
+    context.progress.follow(weigh_steps("plan", job, store))
     branches, beside = job.choices.searched_branches, [store.collector()]
     profile = measure(job.model, job.text, job.context, branches=branches, beside=beside, states=store.states)
     perplexities = evaluator.perplexities(evaluator.measure_losses(job.model, "verify", identify(job.model)))
@@ -94,7 +98,11 @@ class Search:
         how: dict[str, Any] = {"objective": self.recipe.objective, "room": ROOM, "profile": self.profile}
         planner = Planner(self.space, self.limits, self.verdicts, compensate=healer is None, **how)
         if self.target is None:
-            return planner.search(healer.expected_room(planner) if healer else 1.0)
+            parameters = count_parameters(self.job.model)
+            with advising_budget(planner, self.recipe.min_saving, parameters):
+                plan = planner.search(healer.expected_room(planner) if healer else 1.0)
+            refuse_worthless(planner, plan, self.recipe.min_saving, parameters)
+            return plan
         return refuse_over_selection(planner, search_size(planner, self.target), self.target)
 
     def describe(self) -> Record:

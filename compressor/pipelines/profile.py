@@ -13,10 +13,11 @@ from compressor.pipelines.describe_profile import describe_corpora, describe_dou
 from compressor.pipelines.job import Job, absolute, open_job, open_text, study_blocks
 from compressor.pipelines.outputs import save_profile
 from compressor.pipelines.recipe import Recipe
+from compressor.pipelines.steps import list_steps, weigh_steps
 from compressor.report.formats import last_part
 from compressor.report.record import ProfileSet, Record, describe_tool
 from compressor.runtime.context import RunContext
-from compressor.runtime.names import PROFILE, UNNAMED
+from compressor.runtime.names import PROFILE, UNNAMED, WRITE
 from compressor.runtime.outputs import reserved
 from compressor.text import Text, group_by_name
 
@@ -26,6 +27,7 @@ def run(recipe: Recipe, models: Sequence[str], context: RunContext, *, write: bo
     names = list(models) or [recipe.model or ""]
     with place_of(recipe, names, context) if write or recipe.out else nullcontext() as out:
         record = profile_all(recipe, names, context)
+        context.progress.enter(WRITE)
         return record.model_copy(update={"out": str(save_profile(record, out))}) if out else record
 
 
@@ -40,7 +42,9 @@ def profile_all(recipe: Recipe, names: Sequence[str], context: RunContext) -> Re
 def profile_one(recipe: Recipe, context: RunContext) -> Record:
     """One model: everything on its first corpus, the profile alone on the others."""
     context.progress.seconds.clear()
+    context.progress.follow(list_steps("profile", recipe))
     job, texts = open_corpora(recipe, context)
+    context.progress.follow(weigh_steps("profile", job))
     branches = recipe.branches_or("ffn")
     profiles = {name: measure(job.model, text, job.context, branches=branches) for name, text in texts.items()}
     first = profiles[next(iter(texts))]

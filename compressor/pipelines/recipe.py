@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,8 @@ from compressor.models.branches import BRANCHES
 from compressor.plan.choices import BlockRange, Choices, Signal, check_branch, check_kind, resolve_choices
 from compressor.plan.shapes import KINDS
 from compressor.runtime.errors import InputError
-from compressor.runtime.names import CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS, split_name
+from compressor.runtime.names import CALIBRATION_TOKENS, DTYPES, RECORD, SELECTION_TOKENS, VERIFICATION_TOKENS, split_name
+from compressor.runtime.outputs import refuse_output
 from compressor.runtime.safe_files import parse_yaml, read_named
 
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -96,7 +98,20 @@ def as_token_count(value: Any) -> Any:
         raise ValueError(str(error)) from error
 
 
+def as_share(value: Any) -> Any:
+    """A share in per cent, with or without the sign: 0.5, or 0.5%."""
+    word = str(value).strip().removesuffix("%")
+    try:
+        share = float(word)
+    except ValueError:
+        raise ValueError(f"--min-saving must be a percentage, got {value!r}; try --min-saving 0.5%") from None
+    if not 0 <= share < 100:
+        raise ValueError(f"--min-saving must be at least 0 and below 100 %, got {value}; try --min-saving 0.5%")
+    return share
+
+
 UNRECORDED = ("out", "overwrite", "device", "batch_size")  # keys that do not determine the result
+Share = Annotated[float, BeforeValidator(as_share)]
 Words = Annotated[list[str], BeforeValidator(as_words), Field(min_length=1)]
 ChoiceWords = Annotated[list[str], BeforeValidator(as_choices), Field(min_length=1)]
 Amounts = Annotated[list[str], BeforeValidator(as_amounts), Field(min_length=1)]
@@ -130,6 +145,9 @@ class Recipe(BaseModel):
     )
     confidence: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
         default=0.95, description="of the interval's upper end; 0 = point estimate"
+    )
+    min_saving: Share = Field(
+        default=0.5, description="least share of the parameters that is worth having, in %; a budget that buys less fails"
     )
     objective: Literal["speed", "size"] = Field(
         default="speed",
@@ -227,6 +245,20 @@ class Recipe(BaseModel):
     def budgets_are_sound(cls, words: list[str] | None) -> list[str] | None:
         return check_each(words, Budget.parse)
 
+    @field_validator("dtype")
+    @classmethod
+    def dtype_is_known(cls, word: str) -> str:
+        if word not in DTYPES:
+            raise ValueError(f"--dtype {word} is not known; use {', '.join(DTYPES)}")
+        return word
+
+    @field_validator("device")
+    @classmethod
+    def device_is_known(cls, word: str) -> str:
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", word):
+            raise ValueError(f"--device {word} is not known; use auto, cpu, cuda, cuda:N or mps")
+        return word
+
     @field_validator("kinds")
     @classmethod
     def kinds_are_known(cls, words: list[str] | None) -> list[str] | None:
@@ -305,6 +337,18 @@ class Recipe(BaseModel):
             raise InputError(
                 "--heal trains weights in memory, and --low-memory leaves them on disk; leave one of them out"
             )
+
+    def require_model(self) -> str:
+        """The model, which must be named."""
+        if self.model is None:
+            raise InputError("no model: give a directory, a hub id such as gpt2, or `demo`")
+        return self.model
+
+    def refuse_output(self) -> Path:
+        """The absolute path of the output, which must be named and may not be taken."""
+        if self.out is None:
+            raise InputError("--out is missing: name the directory to write, such as --out ./smaller")
+        return refuse_output(self.out, self.overwrite, self.model, RECORD)
 
     def require_budget(self) -> None:
         """Refuse a recipe that asks for nothing: neither how good the result must be nor how small."""

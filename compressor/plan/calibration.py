@@ -214,7 +214,7 @@ def calibrate(
         for candidate in typical_candidates(of_block, choices.kinds_of(of_block.block.index))
     ]
     if all(trials.was_measured(candidate) for candidate in chosen):
-        progress.say("agreement: measured before")
+        progress.note("agreement: measured before")
     points: dict[str, list[Point]] = {name: [] for name in trials.parts}
     overflowing = []
     for candidate in progress.track("agreement", chosen, len(chosen)):

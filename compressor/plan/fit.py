@@ -82,7 +82,7 @@ class Fitter:
         fits, not_added = self.load_fits(shapes, keys)
         rest = [self.blocks[index] for index in sorted(shapes)[len(fits) :]]
         if fits:
-            self.progress.say(f"compensate: {len(fits)} of {len(shapes)} blocks fitted before")
+            self.progress.note(f"compensate: {len(fits)} of {len(shapes)} blocks fitted before")
         if not rest:
             self.say_not_added(not_added)
             return fits

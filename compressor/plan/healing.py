@@ -46,7 +46,7 @@ class Healer:
         healed, _ = short.heal_plan(planner, plan, step="heal trial")
         left = share_left(planner, plan, healed)
         expected = extrapolate(left, self.settings.tokens / tokens)
-        self.context.progress.say(
+        self.context.progress.note(
             f"  a trial of {tokens:,} tokens leaves {left:.2f} of a plan's cost; {self.settings.tokens:,} are expected "
             f"to leave {expected:.2f}"
         )

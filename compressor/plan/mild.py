@@ -37,14 +37,14 @@ def find_mild_candidates(of_block: BlockCandidates, runner: TrialRunner, limits:
         name = "heads" if of_block.block.is_attention else "neurons"
         kept = f"with {tried.shape.neurons} of its {count} {name}"
         if math.isfinite(expected):
-            runner.context.progress.say(
+            runner.context.progress.note(
                 f"  block {tried.index} is unsafe as a linear map; {kept} it costs what was predicted, so a few may go"
             )
             surplus = max(expected - tried.damage, 0.0)  # for milder forms in proportion to what they save
             return [
                 replace(c, damage=c.damage + surplus * c.saved / tried.saved) for c in mild if c.saved <= tried.saved
             ]
-        runner.context.progress.say(f"  block {tried.index} is unsafe, and {kept} it costs more than predicted")
+        runner.context.progress.note(f"  block {tried.index} is unsafe, and {kept} it costs more than predicted")
     return []
 
 

@@ -90,7 +90,7 @@ class MomentsStore:
             self.visit(self.collector())
             candidates = self.find_candidates()
         else:
-            self.progress.say("survey: measured before")
+            self.progress.note("survey: measured before")
         self.drop_gradients()
         return shrink_slopes({index: self.without_anchored(candidates[index]) for index in self.blocks})
 

@@ -247,7 +247,7 @@ class SizeSearch:
             for c in self.planner.candidates[dear.index]
         ]
         self.planner.candidates[dear.index] = [c for c in corrected if math.isfinite(c.damage)]
-        self.planner.progress.say(
+        self.planner.progress.note(
             f"  block {dear.index} ({describe_shape(dear.index, dear.shape)}) costs far more than predicted, and is "
             "believed to"
         )

@@ -381,7 +381,7 @@ class Planner:
         corrected = [replace(c, damage=c.damage + surplus) if c.saved >= saved else c for c in self.candidates[index]]
         self.candidates[index] = [c for c in corrected if math.isfinite(c.damage)]
         words = describe_shape(index, shapes[index])
-        self.progress.say(f"  block {index} ({words}) costs far more than predicted, and is believed to")
+        self.progress.note(f"  block {index} ({words}) costs far more than predicted, and is believed to")
 
     def note_cost(self, plans: list[Growth], budget_factor: float, costs: dict[int, Cost], number: int) -> float:
         """The share that one of the plans is expected to use; what it cost is put into `costs`."""
@@ -440,7 +440,7 @@ class Planner:
         """Whether shapes of a plan are too slow; from here on no plan has them."""
         slow = self.find_slow_shapes(shapes) if self.objective == "speed" else set()
         if slow:
-            self.progress.say(f"  smaller but slower, so not chosen: {', '.join(sorted(map(str, slow)))}")
+            self.progress.note(f"  smaller but slower, so not chosen: {', '.join(sorted(map(str, slow)))}")
         self.banned |= slow
         return bool(slow)
 

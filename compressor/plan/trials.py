@@ -107,7 +107,7 @@ class TrialRunner:
             )
             found = f"selection {rises}" if changes else "it overflows"
             how = ", compensated" if compensated else ""
-            context.progress.say(f"  tried {summarise_shapes(shapes)}{how}: {saved:,} parameters, {found}")
+            context.progress.note(f"  tried {summarise_shapes(shapes)}{how}: {saved:,} parameters, {found}")
             if not changes and not compensated:
                 self.leave_out([item for item in shapes.items() if self.overflows_alone(*item, shapes)])
         return self.tried[key]
@@ -120,7 +120,7 @@ class TrialRunner:
         """From here on no plan has these shapes in these blocks."""
         for index, shape in found:
             if (index, shape) not in self.overflowing:
-                self.context.progress.say(
+                self.context.progress.note(
                     f"  block {index} ({describe_shape(index, shape)}) overflows, so it is left out"
                 )
             self.overflowing.add((index, shape))

@@ -113,7 +113,7 @@ def search_and_verify(
     freed = refusal is not None
     while refusal is not None:
         index = judge.find_worst_block(plan, scores, refusal)
-        planner.progress.say(f"  task {', '.join(refusal.broken)} refuses it: block {index} costs most and goes back")
+        planner.progress.note(f"  task {', '.join(refusal.broken)} refuses it: block {index} costs most and goes back")
         missed = task_refusal(evaluator, refusal.drops, refusal.broken, plan.shapes)
         plan, measured, looks = walk_back(planner, evaluator, source, plan, index, looks, missed)
         scores, refusal = judge.judge(plan)
@@ -130,7 +130,7 @@ def heal_and_verify(planner: Planner, evaluator: Evaluator, source: Measured, he
     followed by a smaller one, one that leaves much of it by a larger one. Where all of them leave much, or none holds,
     the search without healing has its turn.
     """
-    say, looks = planner.progress.say, 0
+    say, looks = planner.progress.note, 0
     judge = TaskJudge(planner, evaluator, source)
     held: VerifiedPlan | None = None
     held_factor = 0.0
@@ -233,16 +233,16 @@ def spend_freed_budget(
             break
         measured, looks = measure_plan(planner, evaluator, plan, source), looks + 1
         if largest_share(measure_shares(evaluator, source, measured)).used > 1:
-            planner.progress.say("  verification text refuses what the freed budget would buy")
+            planner.progress.note("  verification text refuses what the freed budget would buy")
             break
         scores, refusal = judge.judge(plan)
         if refusal is None:
-            planner.progress.say("  the freed budget is spent on other blocks, and the tasks hold")
+            planner.progress.note("  the freed budget is spent on other blocks, and the tasks hold")
             return VerifiedPlan(plan, replace(measured, scores=scores), looks, judge.task_looks)
         index = judge.find_worst_block(plan, scores, refusal)
         shape = accepted_shape(planner, held.plan, plan, index)
         kept = f"keeps {shape}" if shape else "is left alone"
-        planner.progress.say(f"  task {', '.join(refusal.broken)} refuses the larger plan: block {index} {kept}")
+        planner.progress.note(f"  task {', '.join(refusal.broken)} refuses the larger plan: block {index} {kept}")
         planner.hold(index, shape)
     return replace(held, looks=looks)
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from compressor.report.formats import num, percent
 from compressor.report.record_parts import Budget, Count, Part, Source, Texts
+from compressor.runtime.progress import duration
 from compressor.runtime.resources import format_bytes
 
 LEAST_SHOWN = 0.05  # of the whole time: shorter steps are told together
@@ -146,11 +147,3 @@ def step_words(steps: Sequence[StepEstimate]) -> str:
     kept = [f"{step.name} measured before" for step in steps if step.kept]
     return ", ".join([*words, *([f"the rest {duration(rest)}"] if rest > 0 else []), *kept])
 
-
-def duration(seconds: float) -> str:
-    """Seconds, minutes or hours, to as many digits as an estimate deserves."""
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    if seconds < 90 * 60:
-        return f"{seconds / 60:.1f} min" if seconds < 600 else f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"

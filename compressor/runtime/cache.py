@@ -84,7 +84,7 @@ class Cache:
             kept = measure()
             self.keep(key, kept)
         elif step:
-            self.progress.say(f"{step}: measured before")
+            self.progress.note(f"{step}: measured before")
         return kept
 
     def find(self, key: Mapping[str, Any]) -> Tensors | None:

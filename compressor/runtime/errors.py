@@ -7,6 +7,8 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from typing import Any
 
 REASON_LENGTH = 200
 
@@ -38,7 +40,7 @@ def report_error(error: BaseException) -> int:
     if isinstance(error, (BudgetError, InputError)):
         return print_error(str(error), MISSED if isinstance(error, BudgetError) else BAD_INPUT)
     if hasattr(error, "format_message"):  # the command line itself was wrong
-        return print_error(f"{error.format_message().rstrip('.')}; see compress --help", BAD_INPUT)
+        return print_error(describe_usage_error(error), BAD_INPUT)
     if type(error).__name__ == "Abort":  # the end of the input where a question was asked
         return print_error("interrupted; nothing was written", INTERRUPTED)
     if errno_of(error) in NO_ROOM:
@@ -50,6 +52,18 @@ def report_error(error: BaseException) -> int:
         )
     reason = " ".join(str(error).split())[:300]
     return print_error(f"unexpected {type(error).__name__}: {reason}; run again with --debug and report it", BAD_INPUT)
+
+
+def describe_usage_error(error: Any) -> str:
+    """What is wrong with a command line, what was probably meant, and which help says more."""
+    command = getattr(getattr(error, "ctx", None), "info_name", None)
+    where = {None: "compress", "compress": "compress", "run": "compress MODEL"}.get(command, f"compress {command}")
+    message = error.format_message().rstrip(".")
+    if hasattr(error, "possibilities"):
+        near = " or ".join(get_close_matches(error.option_name, error.possibilities or [], cutoff=0.75))
+        message = f"there is no option {error.option_name}" + (f"; did you mean {near}?" if near else "")
+    see = " See" if message.endswith("?") else "; see"
+    return f"{message[:1].lower()}{message[1:]}{see} {where} --help"
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

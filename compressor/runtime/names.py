@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+BUILT_IN_MODELS = ("demo",)
+DTYPES = ("auto", "float32", "bfloat16", "float16")  # to compute in
 DEMO = Path(__file__).parents[1] / "demo"
 
 NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.:-]+)=(?P<rest>.*)", re.DOTALL)
@@ -17,6 +19,8 @@ HUB_SPLITS = ("train", "validation", "test")
 NO_LIMIT = "no limit"  # on perplexity, where only a size was asked for
 UNNAMED = "text"  # all texts that the user gave no name
 CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS = 24_576, 8_192, 16_384
+
+LOAD, WRITE = "load", "write"  # steps of a command that have no bar
 
 RECORD = "compression.json"
 PROFILE = "profile.json"

@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from compressor.runtime import distributed
 from compressor.runtime.errors import InputError, disk_reason
 from compressor.runtime.interrupts import WRITTEN
 from compressor.runtime.locks import locked, owned_directory, remove_abandoned
@@ -55,6 +54,8 @@ def reserved(
 
     Leftovers of a run that was killed are removed first. Of several processes of one run only the first has the lock.
     """
+    from compressor.runtime import distributed  # it imports torch, which refusing an output does not need
+
     if distributed.rank() > 0:
         yield Path(os.path.abspath(Path(out).expanduser()))
         return
@@ -225,6 +226,8 @@ def reporting_disk_errors(target: Path) -> Iterator[None]:
 
 def write_json(file: Path, value: Any) -> None:
     """Write a JSON file in one step, on rank 0 only: infinite and undefined numbers become null."""
+    from compressor.runtime import distributed
+
     if distributed.rank() > 0:
         return
     prefix = f".{file.name}.partial-"

@@ -1,33 +1,74 @@
 """Windows of tokens in three disjoint splits, of one text or several: read from files and the Hub, or written."""
 
-from compressor.runtime.names import SPLITS
-from compressor.text.documents import Document, divide, subsample
-from compressor.text.sources import DEMO_TEXT, MIX_TEXT, MissingDataSet, datasets_offline, find_data_set, read_text_file
-from compressor.text.windows import (
-    CHARACTERS_PER_TOKEN,
-    HELD_OUT_EVERY,
-    DocumentWriter,
-    ShortText,
-    Split,
-    Text,
-    batches,
-    bos_prefix,
-    cut_windows,
-    group_by_name,
-    load_text,
-    parse_text_argument,
-    seed_of,
-)
+from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from compressor.runtime.lazy import offer
+from compressor.runtime.names import SPLITS
+
+if TYPE_CHECKING:
+    from compressor.text.documents import Document, divide, subsample
+    from compressor.text.sources import (
+        DEMO_TEXT,
+        MIX_TEXT,
+        MissingDataSet,
+        datasets_offline,
+        find_data_set,
+        find_text_files,
+        read_text_file,
+    )
+    from compressor.text.windows import (
+        CHARACTERS_PER_TOKEN,
+        HELD_OUT_EVERY,
+        DocumentWriter,
+        ShortText,
+        Split,
+        Text,
+        batches,
+        bos_prefix,
+        cut_windows,
+        group_by_name,
+        load_text,
+        parse_text_argument,
+        seed_of,
+    )
+
+DOCUMENTS = ("Document", "divide", "subsample")
+SOURCES = (
+    "DEMO_TEXT",
+    "MIX_TEXT",
+    "MissingDataSet",
+    "datasets_offline",
+    "find_data_set",
+    "find_text_files",
+    "read_text_file",
+)
+WINDOWS = (
+    "CHARACTERS_PER_TOKEN",
+    "HELD_OUT_EVERY",
+    "DocumentWriter",
+    "ShortText",
+    "Split",
+    "Text",
+    "batches",
+    "bos_prefix",
+    "cut_windows",
+    "group_by_name",
+    "load_text",
+    "parse_text_argument",
+    "seed_of",
+)
+HOMES = {"documents": DOCUMENTS, "sources": SOURCES, "windows": WINDOWS}
 __all__ = [
     "CHARACTERS_PER_TOKEN",
     "DEMO_TEXT",
-    "HELD_OUT_EVERY",
-    "MIX_TEXT",
-    "SPLITS",
     "Document",
     "DocumentWriter",
+    "HELD_OUT_EVERY",
+    "MIX_TEXT",
     "MissingDataSet",
+    "SPLITS",
     "ShortText",
     "Split",
     "Text",
@@ -37,6 +78,7 @@ __all__ = [
     "datasets_offline",
     "divide",
     "find_data_set",
+    "find_text_files",
     "group_by_name",
     "load_text",
     "parse_text_argument",
@@ -44,3 +86,5 @@ __all__ = [
     "seed_of",
     "subsample",
 ]
+
+offer(__name__, {name: f"{home}:{name}" for home, names in HOMES.items() for name in names})
