@@ -39,6 +39,7 @@ from compressor.evaluate.tasks import (
 from compressor.runtime import distributed
 from compressor.runtime.cache import cache_key
 from compressor.runtime.context import RunContext
+from compressor.runtime.figures import count, signed
 from compressor.text import Text
 
 Identity = Mapping[str, Any]  # what a model's outputs depend on: of `identify` or `identify_patched`
@@ -88,7 +89,7 @@ class Assessment:
     def text_checks(self) -> list[Check]:
         checks = []
         for name, c in self.texts.items():
-            detail = f"{c.baseline:.3f} → {c.compressed:.3f} ({c.delta:+.3f}), windows of {c.seq_len} tokens"
+            detail = f"{c.baseline:.3f} → {c.compressed:.3f} ({signed(c.delta)}), windows of {c.seq_len} tokens"
             limit = self.allowed[name]
             if math.isfinite(limit):
                 checks.append(Check(f"perplexity {name}", c.upper <= limit, c.upper, limit, detail))
@@ -107,9 +108,10 @@ class Assessment:
         checks = []
         for name, c in self.tasks.items():
             limit = self.limits[name]
-            detail = f"{c.source:.4f} → {c.compressed:.4f} on {c.documents} documents, {c.changed} changed"
+            detail = f"{c.source:.4f} → {c.compressed:.4f} on {count(c.documents, 'document')}, {c.changed} changed"
             if limit is not None and c.drop <= limit < c.upper:
-                detail += f"; the drop of {c.drop:+.4f} is inside, its interval is not: more documents would narrow it"
+                drop = signed(c.drop, ".4f")
+                detail += f"; the drop of {drop} is inside, its interval is not: more documents would narrow it"
             if limit is not None:
                 checks.append(Check(f"task {name}", c.upper <= limit, c.upper, limit, detail))
         return checks

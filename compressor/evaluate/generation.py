@@ -16,6 +16,7 @@ from torch import Tensor
 from compressor.evaluate.intervals import mean_interval
 from compressor.models.offload import device_of
 from compressor.runtime.errors import InputError
+from compressor.runtime.figures import signed, signed_interval
 from compressor.runtime.progress import Progress
 from compressor.text import Text, bos_prefix, read_text_file
 
@@ -143,7 +144,7 @@ def compare_continuations(
         (rises[1], intervals[1], "its words are less varied than its source's"),
     ]
     warnings = [
-        f"{complaint} ({rise.mean():+.2f}, 95 % interval {low:+.2f} … {high:+.2f})"
+        f"{complaint} ({signed(float(rise.mean()), '.2f')}, 95 % interval {signed_interval(low, high, '.2f')})"
         for rise, (low, high), complaint in complaints
         if rise.mean() >= MORE_REPETITION and low > 0
     ]

@@ -28,6 +28,7 @@ from compressor.report.card import export_card
 from compressor.report.export_record import ExportRecord, ExportSizes, RuntimeCheck
 from compressor.report.record import Record, SavedRecord, describe_tool, read_record, refuse_other_weights
 from compressor.runtime.errors import InputError
+from compressor.runtime.figures import signed
 from compressor.runtime.names import EXPORT, RECORD
 from compressor.runtime.outputs import (
     reporting_disk_errors,
@@ -43,6 +44,7 @@ from compressor.runtime.resources import NotEnoughMemory, require_disk
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 BYTES_PER_PARAMETER = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
+TOKENIZER_BYTES = 16 * 10**6  # a large one; the config and the card are small beside it
 
 
 @dataclass(frozen=True)
@@ -347,8 +349,8 @@ def announce_size(job: ExportJob, form: str, parameters: int) -> int:
     """Tell the user, before anything is written, how much of the saving is left; return the parameters."""
     source, compressed = job.source_parameters, job.compressed_parameters
     job.progress.say(
-        f"source {source:,} parameters; compressed {compressed:,} ({compressed / source - 1:+.2%}); "
-        f"{form} {parameters:,} ({parameters / source - 1:+.2%})"
+        f"source {source:,} parameters; compressed {compressed:,} ({signed(compressed / source - 1, '.2%')}); "
+        f"{form} {parameters:,} ({signed(parameters / source - 1, '.2%')})"
     )
     if parameters >= source:
         job.progress.say("warning: nothing of the saving is left in this form")
@@ -357,8 +359,8 @@ def announce_size(job: ExportJob, form: str, parameters: int) -> int:
 
 def require_disk_space(job: ExportJob, parameters: int, target: Path) -> None:
     """Refuse the export if the disk has no room for it."""
-    needed = int(parameters * BYTES_PER_PARAMETER[job.dtype]) + (16 << 20)  # the tokenizer takes the rest
-    job.progress.say(require_disk("the export", needed, target, "name another --out"))
+    weights = int(parameters * BYTES_PER_PARAMETER[job.dtype])
+    job.progress.say(require_disk("the export", weights, target, "name another --out", spare=TOKENIZER_BYTES))
 
 
 def require_same_logits(job: ExportJob, other: Any) -> float:

@@ -39,6 +39,7 @@ from compressor.patch.tree import HealedReplacements, Replacements, identify_pat
 from compressor.runtime import distributed
 from compressor.runtime.cache import Tensors, cache_key
 from compressor.runtime.context import RunContext
+from compressor.runtime.figures import signed
 from compressor.text import Split, Text, batches
 
 PATIENCE = 3  # looks in a row without a gain, after which healing stops
@@ -307,8 +308,8 @@ class Distiller:
             state.stopped = f"the divergence on the selection text rose from {least:.4f} to {look.kl:.4f}"
         elif self.steps / 2 < state.step < self.steps and self.settled(state.looks):
             state.stopped = f"{PATIENCE} looks at the selection text without a gain"
-        rises = ", ".join(f"{text_prefix(name)}ΔPPL {rise:+.3f}" for name, rise in look.dppl.items())
-        self.context.progress.note(f"  {self.name}: after {look.tokens:,} tokens KL {look.kl:.4f}, selection {rises}")
+        rises = ", ".join(f"{text_prefix(name)}ΔPPL {signed(rise)}" for name, rise in look.dppl.items())
+        self.context.progress.say(f"  {self.name}: after {look.tokens:,} tokens KL {look.kl:.4f}, selection {rises}")
 
     def settled(self, looks: list[Look]) -> bool:
         """Whether the last looks brought nothing better than those before them."""

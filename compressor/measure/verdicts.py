@@ -12,6 +12,7 @@ from compressor.evaluate.perplexity import PerplexityChange
 from compressor.measure.gradients import Damage
 from compressor.measure.profile import BlockProfile, Profile
 from compressor.models.branches import BranchIndex
+from compressor.runtime.figures import signed, signed_interval
 
 SAFE_NATS = USUAL_NATS  # without a budget, a block is safe when its linear map costs less than this
 EXPECTED_FACTOR = 2.0  # a measured cost of up to this many times the prediction confirms the prediction
@@ -110,8 +111,8 @@ def upper_nats(measured: PerplexityChange) -> float:
 def describe_change(measured: PerplexityChange) -> str:
     low, high = measured.delta_ci95
     return (
-        f"perplexity {measured.baseline:.2f} → {measured.compressed:.2f} ({measured.delta:+.2f}, 95 % interval "
-        f"{low:+.2f} … {high:+.2f})"
+        f"perplexity {measured.baseline:.2f} → {measured.compressed:.2f} ({signed(measured.delta, '.2f')}, "
+        f"95 % interval {signed_interval(low, high, '.2f')})"
     )
 
 

@@ -96,14 +96,8 @@ class Neurons:
 @torch.no_grad()
 def find_neurons(model: nn.Module, block: Block) -> Neurons | None:
     """The block's neurons, or None when the block has neither of the two forms."""
-    paths = (block.path, *block.bypass)
-    matrices = [
-        (f"{path}.{name}" if name else path, module)
-        for path, part in zip(paths, modules_of(model, block), strict=True)
-        for name, module in part.named_modules()
-        if isinstance(getattr(module, "weight", None), Tensor) and module.weight.ndim == 2
-    ]
-    if len(matrices) not in (2, 3):
+    matrices = list_matrices(model, block)
+    if not matrices:
         return None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(PROBE_ROWS, block.width, generator=generator).to(placement_of(model, block)["device"])
@@ -116,6 +110,24 @@ def find_neurons(model: nn.Module, block: Block) -> Neurons | None:
         if error < least:
             best, least = candidate, error
     return best
+
+
+def count_neurons(model: nn.Module, block: Block) -> int | None:
+    """How many neurons the shapes of the block's matrices speak of; None where they are arranged otherwise."""
+    arrangement = next(list_arrangements(list_matrices(model, block), block.width), None)
+    return None if arrangement is None else arrangement.count
+
+
+def list_matrices(model: nn.Module, block: Block) -> list[tuple[str, Any]]:
+    """The modules of a block that have a matrix, by path; none where they are not the two or three of an FFN."""
+    paths = (block.path, *block.bypass)
+    matrices = [
+        (f"{path}.{name}" if name else path, module)
+        for path, part in zip(paths, modules_of(model, block), strict=True)
+        for name, module in part.named_modules()
+        if isinstance(getattr(module, "weight", None), Tensor) and module.weight.ndim == 2
+    ]
+    return matrices if len(matrices) in (2, 3) else []
 
 
 def run_in_float32(model: nn.Module, block: Block, x: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def run(directory: Path, options: Mapping[str, Any], gate: Gate, context: RunCon
     before = evaluator.measure(original, "source", identify(original))
     after = evaluator.measure(compressed, "compressed", identify(compressed), before)
     assessment = evaluator.assess(before, after, compressed, identify(compressed), searched_tasks(recorded))
-    replaced, replaced_attention = list_replaced(compressed)
+    replaced, replaced_attention = list_replaced(compressed, original)
     record = Record(
         **describe_tool(),
         directory=str(directory),
@@ -252,5 +252,7 @@ def name_kept(replacement: Replacement | None) -> str:
     """A replacement in words, with the numbers of the heads that it keeps."""
     if replacement is None:
         return "as it was"
+    if replacement.neurons:  # of how many is not told by every record
+        replacement = replacement.model_copy(update={"units": None})
     numbers = f" ({', '.join(map(str, replacement.kept_heads))})" if replacement.kept_heads else ""
     return name_replacement(replacement) + numbers

@@ -23,9 +23,10 @@ from compressor.evaluate.tasks import Task, TaskChange
 from compressor.export.llama import LLAMA_TYPES
 from compressor.heal.distil import Healing, healing_split
 from compressor.modeling_compressor import specs
-from compressor.models.blocks import find_attention
+from compressor.models.blocks import Block, find_attention, find_blocks
 from compressor.models.branches import AttentionOf, layer_of
 from compressor.models.heads import count_units
+from compressor.models.neurons import count_neurons
 from compressor.models.source import describe_origin, source_of, stored_dtype
 from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import Replacements
@@ -81,9 +82,11 @@ def describe_model(model: Any) -> SavedRecord:
     )
 
 
-def list_replaced(model: Any) -> tuple[list[parts.SavedBlock], list[parts.SavedBlock]]:
-    """The replaced FFNs and the replaced attention of a model."""
+def list_replaced(model: Any, source: Any = None) -> tuple[list[parts.SavedBlock], list[parts.SavedBlock]]:
+    """The replaced FFNs and the replaced attention of a model; its source, where it is there, tells how many neurons
+    the FFNs had."""
     blocks, attention = [], []
+    ffns = {block.path: keep_ffn(source, block) for block in find_blocks(source)} if source is not None else {}
     found = specs(model)
     paths = {block.path for block in find_attention(model)} if found else set()
     for path, spec in found.items():
@@ -91,13 +94,18 @@ def list_replaced(model: Any) -> tuple[list[parts.SavedBlock], list[parts.SavedB
             replacement = shorten_attention(spec, keep_attention(model))
             attention.append(parts.SavedBlock(path=path, replacement=replacement))
         else:
-            blocks.append(parts.SavedBlock(path=path, replacement=shorten(spec)))
+            blocks.append(parts.SavedBlock(path=path, replacement=shorten(spec, ffns.get(path, KEEP))))
     return blocks, attention
 
 
-def shorten(spec: Mapping[str, Any]) -> parts.Replacement:
-    """What the record keeps of a spec that stands for an FFN."""
-    return parts.Replacement(kind=spec["kind"], rank=spec["rank"], neurons=spec["neurons"])
+def shorten(spec: Mapping[str, Any], kept: parts.Replacement) -> parts.Replacement:
+    """What the record keeps of a spec that stands for an FFN, which as a whole is `kept`."""
+    return kept.model_copy(update={"kind": spec["kind"], "rank": spec["rank"], "neurons": spec["neurons"]})
+
+
+def keep_ffn(model: Any, block: Block) -> parts.Replacement:
+    """An FFN that is as it was: how many neurons it has, where they are known."""
+    return parts.Replacement(kind="keep", rank=None, neurons=None, units=count_neurons(model, block))
 
 
 def shorten_attention(spec: Mapping[str, Any], kept: parts.Replacement) -> parts.Replacement:
@@ -133,7 +141,8 @@ def put_replacements(record: Record, fits: Replacements) -> Record:
     blocks: list[parts.Block] = []
     for block in record.blocks:
         module = fits.get(block.index)
-        replacement = KEEP if module is None else shorten(module.spec())
+        kept = block.replacement.model_copy(update={"kind": "keep", "rank": None, "neurons": None})
+        replacement = kept if module is None else shorten(module.spec(), kept)
         blocks.append(put_replacement(block, module, replacement))
     attention: list[parts.Attention] = []
     for branch in record.attention:

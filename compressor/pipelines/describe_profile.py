@@ -21,12 +21,12 @@ from compressor.models.branches import AttentionOf
 from compressor.models.heads import layout_of
 from compressor.patch.checkpoint import count_parameters
 from compressor.pipelines.describe import (
-    KEEP,
     change_values,
     describe_source,
     describe_split,
     describe_text,
     keep_attention,
+    keep_ffn,
 )
 from compressor.plan.calibration import rank_correlation
 from compressor.plan.shapes import Shape
@@ -59,7 +59,7 @@ def describe_profile(model: Any, tokenizer: Any, text: Text, profile: Profile, s
         parameters=parts.Parameters(before=count_parameters(model)),
         rows=parts.Rows(fitted=profile.rows_fitted, held_out=profile.rows_held_out),
         blocks=[
-            parts.Block(**block_values(p, study, name_rows(p, text, tokenizer)), replacement=KEEP)
+            parts.Block(**block_values(p, study, name_rows(p, text, tokenizer)), replacement=keep_ffn(model, p.block))
             for p in profile.blocks
         ],
         shape=describe_shape([p.r2_lin for p in profile.blocks]) if profile.blocks else None,

@@ -55,7 +55,7 @@ from compressor.text import (
 
 DEFAULT_SEQ_LEN = 512
 ROWS_PER_NEURON = 4  # fitted rows for every input and neuron: with half as many the error of a fit is a fifth larger
-REPORT_BYTES = 10 * 2**20
+REPORT_BYTES = 10 * 10**6
 
 
 @dataclass(frozen=True)

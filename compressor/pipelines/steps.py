@@ -53,8 +53,8 @@ VERIFY = Stage(
 )
 END = Stage("write the result", (WRITE,), {"write the result": 1})
 COMMANDS = {
-    "compress": (OPEN, ORIGINAL, BLOCKS, ERRORS, ALONE, SEARCH, HEAL, VERIFY, END),
-    "plan": (OPEN, BLOCKS, replace(ORIGINAL, bars=("verify",)), ERRORS, ALONE, SEARCH, HEAL),
+    "compress": (OPEN, ERRORS, BLOCKS, ORIGINAL, ALONE, SEARCH, HEAL, VERIFY, END),
+    "plan": (OPEN, ERRORS, BLOCKS, replace(ORIGINAL, bars=("verify",)), ALONE, SEARCH, HEAL),
     "profile": (OPEN, BLOCKS, ERRORS, ALONE, END),
     "apply": (OPEN, ORIGINAL, FIT, HEAL, VERIFY, END),
     "heal": (OPEN, ORIGINAL, HEAL, VERIFY, END),

@@ -228,7 +228,7 @@ def calibrate(
         if math.isnan(calibration.correlation):
             continue
         where = f" on text {name}" if len(points) > 1 else ""
-        progress.say(
+        progress.note(
             f"predicted against measured cost of {len(calibration.points)} blocks{where}: rank correlation "
             f"{calibration.kl_correlation:.2f} with the divergence, {calibration.correlation:.2f} with Δloss"
         )

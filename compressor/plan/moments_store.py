@@ -291,7 +291,7 @@ def choose_units(
     # All processes must come to the same plan, so all take the free memory of the first.
     free = distributed.broadcast_value(int(MEMORY_SHARE * available_memory()))
     needed = memory_bytes(blocks, units)
-    progress.say(
+    progress.note(
         f"statistics: {format_bytes(disk_bytes(blocks, units, text))} on disk, {format_bytes(needed)} of memory at a "
         f"time ({format_bytes(free)} can be had)"
     )

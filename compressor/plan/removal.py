@@ -24,6 +24,7 @@ from compressor.plan.search import WORTH_CORRECTING, Plan, Planner
 from compressor.plan.shapes import KINDS, Shape, describe_shape, list_shapes
 from compressor.plan.trials import Trial
 from compressor.runtime.errors import BudgetError, InputError
+from compressor.runtime.figures import signed
 
 GRID = 20_000  # steps into which the parameters to be removed are divided, to find the cheapest combination
 MOST_DEAR_BLOCKS = 2  # that one search finds and believes, by a few trials each
@@ -127,8 +128,8 @@ def refuse_over_selection(planner: Planner, plan: Plan, target: SizeTarget) -> P
         change = trial.changes[name]
         raise BudgetError(
             f"{explain_conflict(planner, plan, target)}: perplexity gave way, {text_prefix(name)}ΔPPL "
-            f"{change.delta:+.3f} (upper end {change.upper:+.3f}) on the selection text, where "
-            f"{limits.allowed[name]:+.3f} is allowed, with room for the noise of the verification text; "
+            f"{signed(change.delta)} (upper end {signed(change.upper)}) on the selection text, where "
+            f"{signed(limits.allowed[name])} is allowed, with room for the noise of the verification text; "
             f"{say_affordable(planner, plan, target)}; nothing written"
         )
     return plan

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from compressor.models.branches import AttentionOf, BranchIndex
+from compressor.runtime.figures import count
 
 KINDS = ("linear", "lowrank", "pruned", "hybrid", "bias")
 
@@ -35,7 +36,7 @@ class Shape:
 
     def __str__(self) -> str:
         linear = "linear" if self.rank is None else f"rank {self.rank}" if self.rank else ""
-        neurons = f"{self.neurons} neurons" if self.neurons else ""
+        neurons = f"keeps {count(self.neurons, 'neuron')}" if self.neurons else ""
         return " + ".join(part for part in (neurons, linear) if part) or "bias"
 
 
@@ -46,7 +47,7 @@ def describe_shape(index: BranchIndex, shape: Shape) -> str:
     """A block's shape in words: attention keeps heads."""
     if not isinstance(index, AttentionOf):
         return str(shape)
-    return str(shape).replace("neurons", "head" if shape.neurons == 1 else "heads")
+    return str(shape).replace("neuron", "head")
 
 
 def list_shapes(shapes: Shapes) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from compressor.evaluate.budget import Limits, text_prefix
 from compressor.evaluate.fidelity import FidelityChange
 from compressor.evaluate.perplexity import PerplexityChange
+from compressor.runtime.figures import signed
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ def list_shares(
     for name, change in texts.items():
         allowed = limits.allowed[name]
         if math.isfinite(allowed) or limits.kl is None:
-            end = f"{text_prefix(name)}upper end {change.upper:+.3f} of {allowed:.3f}"
+            end = f"{text_prefix(name)}upper end {signed(change.upper)} of {allowed:.3f}"
             figure = (
-                f"{text_prefix(name)}ΔPPL {change.delta:+.3f} (upper end {change.upper:+.3f}, allowed {allowed:+.3f}; "
-                f"windows of {change.seq_len} tokens)"
+                f"{text_prefix(name)}ΔPPL {signed(change.delta)} (upper end {signed(change.upper)}, "
+                f"allowed {signed(allowed)}; windows of {change.seq_len} tokens)"
             )
             shares.append(Share(change.upper / allowed, "perplexity", figure, end))
     if limits.kl is None:

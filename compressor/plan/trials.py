@@ -35,6 +35,7 @@ from compressor.runtime import distributed
 from compressor.runtime.cache import Tensors
 from compressor.runtime.environment import identify_machine
 from compressor.runtime.errors import NumericsError
+from compressor.runtime.figures import signed
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class TrialRunner:
             saved = sum(self.candidates[index].saved(shape) for index, shape in shapes.items())
             self.tried[key] = Trial(dict(shapes), predicted, saved, compensated, changes, divergences)
             rises = ", ".join(
-                f"{text_prefix(name)}ΔPPL {change.delta:+.3f}"
+                f"{text_prefix(name)}ΔPPL {signed(change.delta)}"
                 + (f", KL {divergences[name].kl:.4f}" if name in divergences else "")
                 for name, change in changes.items()
             )

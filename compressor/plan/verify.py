@@ -20,6 +20,7 @@ from compressor.plan.shapes import Shape, Shapes, list_shapes
 from compressor.plan.shares import Share, largest_share, list_shares
 from compressor.plan.trials import Trial
 from compressor.runtime.errors import BudgetError
+from compressor.runtime.figures import count, signed
 
 MOST_VERIFICATIONS = 5  # looks at the verification text
 WELL_USED, AIMED_SHARE = 0.8, 0.93  # of the budget: a plan that uses less is made larger; what the next plan aims at
@@ -439,6 +440,6 @@ def worst_task(evaluator: Evaluator, drops: Mapping[str, TaskChange], broken: li
     change, limit = drops[name], task_limit(evaluator, name)
     hint = "; more documents (--task-limit) would narrow the interval" if change.drop <= limit else ""
     return name, (
-        f"a drop of {change.drop:+.4f} (upper end {change.upper:+.4f}, allowed {limit:g}, {change.documents} "
-        f"documents{hint})"
+        f"a drop of {signed(change.drop, '.4f')} (upper end {signed(change.upper, '.4f')}, allowed {limit:g}, "
+        f"{count(change.documents, 'document')}{hint})"
     )

@@ -13,6 +13,7 @@ from compressor.plan.removal import find_trial_of
 from compressor.plan.search import Plan, Planner
 from compressor.runtime.errors import BudgetError
 
+NOTHING = "; nothing written"
 ROOM_FOR_NOISE = 1.3  # of what a plan is predicted to cost: its interval must be inside the budget, not its estimate
 
 
@@ -25,7 +26,7 @@ def refuse_worthless(planner: Planner, plan: Plan, min_saving: float, parameters
     instead = f"{enough} may buy that, and " if enough else ""
     raise BudgetError(
         f"not worth it: the budget {planner.limits} buys {saved:,} parameters ({saved / parameters:.2%} of the model), "
-        f"less than --min-saving {min_saving:g}%; {instead}--min-saving 0 takes what there is; nothing written"
+        f"less than --min-saving {min_saving:g}%; {instead}--min-saving 0 takes what there is{NOTHING}"
     )
 
 
@@ -37,7 +38,7 @@ def advising_budget(planner: Planner, min_saving: float, parameters: int) -> Ite
     except BudgetError as error:
         enough = budget_for(planner, max(1, least_saving(min_saving, parameters)))
         advice = f"; {enough} may buy {max(min_saving, 100 / parameters):.2g} % of the parameters" if enough else ""
-        raise BudgetError(f"{error}{advice}") from error
+        raise BudgetError(f"{str(error).removesuffix(NOTHING)}{advice}{NOTHING}") from error
 
 
 def least_saving(min_saving: float, parameters: int) -> int:

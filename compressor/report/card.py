@@ -17,8 +17,12 @@ from compressor.report.formats import (
     last_part,
     name_replacement,
     name_verdict,
+    num,
+    percent,
     ratio_interval,
     say_cache,
+    say_share,
+    say_weights,
 )
 from compressor.report.healing import NO_TRAINING, capitalised
 from compressor.report.record import Record, SavedRecord
@@ -27,6 +31,7 @@ from compressor.report.speed_parts import Speed
 from compressor.report.tables import fidelity_rows, task_row, text_row
 from compressor.runtime.card_rules import carry_over
 from compressor.runtime.errors import visible
+from compressor.runtime.figures import count, signed
 from compressor.runtime.names import NO_LIMIT, UNNAMED
 from compressor.runtime.network import is_hub_id, is_repo_id
 
@@ -63,8 +68,8 @@ def export_card(export: ExportRecord, record: Record | SavedRecord | None) -> st
         f"# {escape(name)}, compressed, as {EXPORT_FORMS[export.to]}\n",
         f"Written by `compress export --to {export.to}` (compressor {escape(export.tool.version)}) from a "
         f"checkpoint some of whose blocks were replaced in closed form. It computes the same: logits differ by "
-        f"{present(export.checked.logits_off):.1g} of the largest, in float32. Parameters: source {sizes.source:,}, "
-        f"compressed {sizes.compressed:,}, in this form {sizes.exported:,}.\n",
+        f"{num(present(export.checked.logits_off), form='.1g')} of the largest, in float32. Parameters: "
+        f"source {sizes.source:,}, compressed {sizes.compressed:,}, in this form {sizes.exported:,}.\n",
         f"## Run\n\n{RUNNING[export.to]}",
     ]
     if record:
@@ -127,9 +132,10 @@ def opening_section(record: Record | SavedRecord) -> list[str]:
         changes = "; ".join(change_of(name, text) for name, text in record.text_results().items())
         nearness = f" {record.fidelity}." if record.fidelity else ""
         cache = "".join(f" {sentence}" for sentence in say_cache(record.kv_cache))
+        weights = say_weights(size, source.dtype)
         lines.append(
-            f"**{present(size.removed_fraction):.1%} of the parameters are gone** ({present(size.before):,} → "
-            f"{present(size.after):,}), and {changes}.{nearness}{cache}\n"
+            f"**{percent(size.removed_fraction)} of the parameters are gone** ({present(size.before):,} → "
+            f"{present(size.after):,}{weights and f'; weights {weights}'}), and {changes}.{nearness}{cache}\n"
         )
     return lines
 
@@ -153,7 +159,7 @@ def replaced_parts(record: Record | SavedRecord) -> str:
 
 def change_of(name: str, text: TextResult) -> str:
     on = "" if name == UNNAMED else f" on {escape(name)}"
-    return f"perplexity{on} went from {text.baseline:.3f} to {text.compressed:.3f} ({text.delta:+.3f})"
+    return f"perplexity{on} went from {text.baseline:.3f} to {text.compressed:.3f} ({signed(text.delta)})"
 
 
 def measured_section(record: Record | SavedRecord) -> list[str]:
@@ -166,7 +172,7 @@ def measured_section(record: Record | SavedRecord) -> list[str]:
         rows[0][0] = "perplexity"
     rows += fidelity_table_rows(texts)
     rows += [task_row(name, task) for name, task in record.tasks.items()]
-    counts = [f"{present(size.before):,}", f"{present(size.after):,}", f"−{present(size.removed_fraction):.2%}"]
+    counts = [f"{present(size.before):,}", f"{present(size.after):,}", signed(-present(size.removed_fraction), ".2%")]
     rows.append(["parameters", *counts])
     if record.kv_cache and record.kv_cache.shrinks:
         sizes = [present(record.kv_cache.bytes_per_token_before), present(record.kv_cache.bytes_per_token_after)]
@@ -188,11 +194,13 @@ def budget_lines(name: str, text: TextResult, confidence: float) -> list[str]:
     end = f"the upper end of the rise at {confidence:.0%}" if confidence else "the rise"
     lines = []
     if text.max_dppl is None:
-        lines.append(f"Budget: {NO_LIMIT} on perplexity{on} was asked for; {end} is {text.delta_upper:+.3f}.")
+        lines.append(f"Budget: {NO_LIMIT} on perplexity{on} was asked for; {end} is {signed(text.delta_upper)}.")
     else:
+        share = say_share(text.asked, text.baseline)
+        asked = f" ({escape(share)} was asked for)" if share else ""
         lines.append(
-            f"Budget: perplexity{on} may rise by {text.max_dppl:.3f} at most ({escape(text.asked)} was asked for); "
-            f"{end} is {text.delta_upper:+.3f}, {'inside' if text.passed else 'OUTSIDE'}."
+            f"Budget: perplexity{on} may rise by {text.max_dppl:.3f} at most{asked}; "
+            f"{end} is {signed(text.delta_upper)}, {'inside' if text.passed else 'OUTSIDE'}."
         )
     found = text.fidelity
     if found is not None and found.max_kl is not None:
@@ -224,7 +232,7 @@ def provenance_line(record: Record) -> str:
     perplexity, looks = present(record.perplexity), record.verification_looks
     looked = f"; it was asked about {looks} plans, each smaller or larger by its answer" if looks and looks > 1 else ""
     return (
-        f"Perplexity is measured on {perplexity.tokens:,} tokens of {escape(names)} in windows of "
+        f"Perplexity is measured on {count(perplexity.tokens, 'token')} of {escape(names)} in windows of "
         f"{perplexity.seq_len} (tokens' sha256 `{short_hash(present(record.text).verification.sha256)}`), which "
         f"nothing was fitted or searched on{looked}. {promise_scope(record)} Intervals hold at 95 %: studentised over "
         f"{perplexity.unit}s, and by a score test for a task's pairs of answers.\n"
@@ -263,7 +271,9 @@ def measured_blocks(blocks: list[Block]) -> str:
     for block in blocks:
         before, after = block.params_before, block.params_after
         size = f"{before:,}" if before == after else f"{before:,} → {after:,}"
-        figures = f"{block.r2_lin:.3f} | {block.r2_stream:.3f} | {name_verdict(block.verdict)}"
+        figures = (
+            f"{num(block.r2_lin, form='.3f')} | {num(block.r2_stream, form='.3f')} | {name_verdict(block.verdict)}"
+        )
         rows.append(f"| {block.name} | {figures} | {escape(name_replacement(block.replacement))} | {size} |")
     return "\n".join(rows) + "\n"
 
@@ -317,11 +327,12 @@ def escape(text: object) -> str:
 
 
 LINEARITY = "R²_lin is how much of a block's output the best linear map explains, on rows that it was not fitted on.\n"
-KINDS = """Now: `linear` is one matrix, `lowrank 48` two thin ones, `pruned 472` so many of the block's own neurons,
-`hybrid 472 rank 48` both, `bias` a constant; a dot is a block that stayed as it was.
+KINDS = """Now: `keeps 1,440 of 1,536` keeps so many of the block's own neurons, `keeps 192 + rank 12` fewer of
+them and two thin matrices beside them, `rank 48` is two thin matrices, `linear map` one matrix, `constant` a bias; a
+dot is a block that stayed as it was.
 """
-HEADS = """Attention keeps some of its heads (`pruned 2 of 3 heads`), perhaps with a thin map beside them
-(`hybrid 2 of 3 heads rank 48`), or becomes a map without heads. A key-value head goes with all its query heads.
+HEADS = """Attention keeps some of its heads (`keeps 2 of 3 heads`), perhaps with a thin map beside them
+(`keeps 2 of 3 heads + rank 48`), or becomes a map without heads. A key-value head (KV) goes with its query heads.
 """
 LOADING = """## Load
 

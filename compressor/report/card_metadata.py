@@ -21,6 +21,7 @@ from compressor.report.record import Record, SavedRecord
 from compressor.report.record_parts import present
 from compressor.runtime.card_rules import DATASET, LANGUAGE, LICENSE, fits, matching
 from compressor.runtime.errors import reason_of, shorten, visible
+from compressor.runtime.figures import signed, signed_interval
 from compressor.runtime.names import HUB_SPLITS, HUB_TEXTS, MIX, NO_LIMIT, SELF, UNNAMED, split_name
 from compressor.runtime.network import is_repo_id
 from compressor.runtime.safe_files import load_yaml
@@ -66,11 +67,13 @@ def text_scores(record: Record) -> Iterator[tuple[Dataset, Metrics]]:
     words = text_words(record)
     for name, text in record.text_results().items():
         low, high = text.delta_ci95
-        budget = f"{NO_LIMIT} was asked for" if text.max_dppl is None else f"the budget is {text.max_dppl:+.4f}"
+        budget = (
+            f"{NO_LIMIT} was asked for" if text.max_dppl is None else f"the budget is {signed(text.max_dppl, '.4f')}"
+        )
         metrics: Metrics = [
             ("perplexity", text.compressed, f"perplexity, windows of {text.seq_len} tokens"),
             ("source_perplexity", text.baseline, "perplexity of the source model"),
-            ("perplexity_rise", text.delta, f"rise in perplexity (95 % interval {low:+.4f} … {high:+.4f})"),
+            ("perplexity_rise", text.delta, f"rise in perplexity (95 % interval {signed_interval(low, high, '.4f')})"),
             ("perplexity_rise_upper", text.delta_upper, f"{end}; {budget}"),
         ]
         yield describe_dataset(words.get(name, []), name), [*metrics, *fidelity_scores(text.fidelity)]
@@ -90,7 +93,6 @@ def fidelity_scores(found: Fidelity | None) -> Metrics:
 
 def task_scores(record: Record) -> Iterator[tuple[Dataset, Metrics]]:
     for name, task in record.tasks.items():
-        low, high = task.drop_ci95
         on_hub = DATASET.fullmatch(task.data)
         kind = task.data if on_hub else FILES.get(PurePath(task.data).suffix, PLAIN_TEXT)
         metrics: Metrics = [
@@ -98,7 +100,8 @@ def task_scores(record: Record) -> Iterator[tuple[Dataset, Metrics]]:
             for metric, values in task.metrics.items()
         ]
         metric = METRICS.get(task.metric, slug(task.metric))
-        drop = f"drop of {clean_name(task.metric)} from {task.source:.4f} (95 % interval {low:+.4f} … {high:+.4f})"
+        ends = signed_interval(*task.drop_ci95, ".4f")
+        drop = f"drop of {clean_name(task.metric)} from {task.source:.4f} (95 % interval {ends})"
         metrics.append((f"{metric}_drop", task.drop, drop))
         yield {"dataset_type": kind, "dataset_name": clean_name(name), "dataset_config": slug(name)}, metrics
 

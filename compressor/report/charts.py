@@ -38,7 +38,15 @@ from compressor.report.chart_style import (
 )
 from compressor.report.chart_style import draw as draw
 from compressor.report.fidelity import Fidelity, format_nats, format_share
-from compressor.report.formats import interval, last_part, name_heads, name_verdict, num, percent
+from compressor.report.formats import (
+    describe_replacement,
+    interval,
+    last_part,
+    name_verdict,
+    num,
+    percent,
+    say_documents,
+)
 from compressor.report.linearity_charts import (
     BLOCKS,
     FEW,
@@ -61,6 +69,7 @@ from compressor.report.linearity_charts import (
 from compressor.report.record import ProfileSet, Record, profiles_of
 from compressor.report.record_parts import ATTENTION, FFN, Band, Block, PerplexityChange
 from compressor.report.search_parts import FrontierPoint
+from compressor.runtime.figures import count
 from compressor.runtime.names import NO_LIMIT
 
 
@@ -76,7 +85,7 @@ def blocks(record: Record) -> Chart | None:
         under = (
             f"the rise in perplexity (from {num(record.swap.baseline)}) when this block alone becomes its linear map; "
         )
-        under += f"{num(record.swap.tokens)} tokens in windows of {num(record.swap.seq_len)}; logarithmic"
+        under += f"{count(record.swap.tokens, 'token')} in windows of {num(record.swap.seq_len)}; logarithmic"
         title, description = "How linear each block is, and what replacing it costs", "R² and ΔPPL by block"
     else:
         under = "parameters before and after"
@@ -106,8 +115,8 @@ def describe_block(block: Block) -> Row:
         f"{block.words} · {verdict}\nR²_lin {num(block.r2_lin)} ({num(low)} … {num(high)}), "
         f"stream-weighted {num(block.r2_stream)}\nparameters {num(block.params_before)} → {num(block.params_after)}"
     )
-    if block.replacement.heads:
-        note += f"\nkeeps {name_heads(block.replacement)}"
+    if block.replacement.kind != "keep":
+        note += f"\nnow: {describe_replacement(block.replacement)}"
     sizes = {"before": block.params_before, "after": block.params_after}
     figures = {"r2": block.r2_lin, "low": low, "high": high, "stream": block.r2_stream}
     return {"index": block.index, "branch": block.branch, "verdict": verdict, "note": note, **figures, **sizes}
@@ -165,7 +174,7 @@ def budgets(record: Record) -> Chart | None:
     for name, task in record.tasks.items():
         figures = f"{num(task.source)} → {num(task.compressed)}"
         ends: Row = {"value": task.drop, "low": task.drop_ci95[0], "high": task.drop_ci95[1], "budget": task.max_drop}
-        note = f"{name} {task.metric}: {figures}\n{num(task.documents)} documents, {num(task.changed)} answers changed"
+        note = f"{name} {task.metric}: {figures}\n{say_documents(task)}"
         tasks.append({"name": f"{name}, {task.metric}: {figures}", "state": state(task.passed), "note": note, **ends})
     seen = [word for word in STATES if any(row["state"] == word for row in (*texts, *divergences, *tasks))]
     panels = [
@@ -185,7 +194,7 @@ def budgets(record: Record) -> Chart | None:
     limited = any(result.max_dppl is not None for result in record.text_results().values())
     if record.budget and record.budget.confidence and limited:
         caption += f"The upper end at {percent(record.budget.confidence, 0)} confidence must be left of it. "
-    caption += f"{num(tokens)} predicted tokens in windows of {windows or 'unknown length'}."
+    caption += f"{count(tokens, 'predicted token')} in windows of {windows or 'unknown length'}."
     description = (
         "change of perplexity, divergence from the source and change of tasks with intervals, against the budgets"
     )
@@ -278,7 +287,7 @@ def bands(name: str, title: str, loss_bands: Sequence[Band], record: Record) -> 
     """Nats per token that each band lost: the perplexity of rare tokens is in the millions, and says nothing."""
     rows = []
     for place, band in enumerate(loss_bands):
-        note = f"{band.band}: {num(band.nats, '+')} nats per token\n{num(band.tokens)} tokens, "
+        note = f"{band.band}: {num(band.nats, '+')} nats per token\n{count(band.tokens, 'token')}, "
         note += f"{percent(band.share)} of the rise"
         about: Row = {"kind": "lost" if band.nats > 0 else "gained", "note": note, "said": num(band.nats, "+")}
         rows.append({"place": place, "name": band.band, "nats": band.nats, **about})
@@ -296,8 +305,8 @@ def bands(name: str, title: str, loss_bands: Sequence[Band], record: Record) -> 
         base.mark_bar(opacity=0).encode(y=y, x=alt.value(0), x2=alt.value("width"), tooltip="note:N"),
     ]
     windows = f" in windows of {num(record.perplexity.seq_len)}" if record.perplexity else ""
-    tokens = num(sum(band.tokens for band in loss_bands))
-    caption = f"How much worse the next token is predicted, by kind; {tokens} tokens{windows}."
+    tokens = count(sum(band.tokens for band in loss_bands), "token")
+    caption = f"How much worse the next token is predicted, by kind; {tokens}{windows}."
     drawing = overlay(safe, 36 * len(safe), *layers)
     return finish(name, title, caption, "rise of the loss in nats per token, one bar per band", drawing)
 
@@ -338,7 +347,7 @@ def frontier(points: Sequence[FrontierPoint], name: str, model: str, seq_len: in
     ]
     drawing = overlay(drawn, 280, *layers)
     which = "cheapest plan for each size" if any(point.remove for point in points) else "largest plan for each budget"
-    caption = f"The {which}, with the 95 % interval of ΔPPL on windows of {num(seq_len)} tokens."
+    caption = f"The {which}, with the 95 % interval of ΔPPL on windows of {count(seq_len, 'token')}."
     return finish(name, last_part(model), caption, "rise in perplexity against what was removed", drawing)
 
 

@@ -11,6 +11,7 @@ from compressor.report.card import escape
 from compressor.report.formats import MISSING, cache_words
 from compressor.report.record import Record
 from compressor.runtime.errors import InputError
+from compressor.runtime.figures import signed
 from compressor.runtime.progress import Progress
 
 NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -83,7 +84,7 @@ def refuse_unwritable(option: str, file: Path | None) -> None:
 
 
 def figure(value: float | None) -> str:
-    return MISSING if value is None else f"{value:+.4f}" if abs(value) < 10 else f"{value:.3f}"
+    return MISSING if value is None else signed(value, ".4f") if abs(value) < 10 else f"{value:.3f}"
 
 
 def remove_controls(text: str) -> str:

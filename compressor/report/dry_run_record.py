@@ -8,6 +8,7 @@ from pydantic import Field
 
 from compressor.report.formats import num, percent
 from compressor.report.record_parts import Budget, Count, Part, Source, Texts
+from compressor.runtime.figures import count
 from compressor.runtime.progress import duration
 from compressor.runtime.resources import format_bytes
 
@@ -90,7 +91,7 @@ def dry_run_lines(record: DryRunRecord) -> list[str]:
     splits = {name: getattr(text, name) for name in ("calibration", "selection", "verification")}
     tokens = " / ".join(f"{name} {split.tokens:,}" for name, split in splits.items() if split is not None)
     names = f" of {', '.join(text.names)}" if len(text.names) > 1 else ""
-    tasks = "".join(f", {name} ({documents:,} documents)" for name, documents in record.tasks.items())
+    tasks = "".join(f", {name} ({count(documents, 'document')})" for name, documents in record.tasks.items())
     where = f" into {record.out}" if record.out else ""
     statistics = f"statistics {format_bytes(resources.statistics)} in {resources.cache}" if resources.statistics else ""
     statistics = statistics or f"statistics as they are in {resources.cache}"
@@ -111,13 +112,13 @@ def budget_words(budget: Budget) -> str:
     """What was asked for."""
     asked = [] if budget.max_dppl is None else [f"for at most +{budget.asked} of perplexity"]
     asked += [] if budget.max_kl is None else [f"for at most {budget.max_kl:g} nats per token of KL from the source"]
-    asked += [] if budget.remove is None else [f"by at least {budget.remove.parameters:,} parameters"]
+    asked += [] if budget.remove is None else [f"by at least {count(budget.remove.parameters, 'parameter')}"]
     return " and ".join(asked)
 
 
 def size_words(size: SizeEstimate, budget: Budget) -> str:
     """How small it may get or, where that was asked for, what it may cost."""
-    rough = f"rough: from {size.tokens:,} tokens"
+    rough = f"rough: from {count(size.tokens, 'token')}"
     if size.dppl is not None:
         low, high = size.dppl
         return f"cost: perplexity may rise by about {low:.2g} to {high:.2g} from {size.perplexity:.1f} ({rough})"
@@ -132,7 +133,7 @@ def size_words(size: SizeEstimate, budget: Budget) -> str:
 
 def block_words(blocks: BlockSizes) -> str:
     """Blocks that are alike: 30 blocks of 3 × 576 × 1,536."""
-    many = "1 block" if blocks.count == 1 else f"{blocks.count:,} blocks"
+    many = count(blocks.count, "block")
     if blocks.neurons is None:
         return f"{many} of width {blocks.width:,}, neurons not known"
     return f"{many} of {blocks.matrices} × {blocks.width:,} × {blocks.neurons:,}"

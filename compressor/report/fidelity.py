@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from compressor.report.part import Count, Figure, Interval, Part
+from compressor.runtime.figures import MINUS
 
 
 class Fidelity(Part):
@@ -44,7 +45,9 @@ def format_nats(value: float) -> str:
     """Nats per token with three digits or more; whole differences between models are in the thousandths."""
     if not math.isfinite(value):
         return "∞" if value == math.inf else "–"
-    return "0" if value == 0 else f"{value:.1e}" if value < 0.0005 else f"{value:.4f}" if value < 1 else f"{value:.3f}"
+    if value == 0:
+        return "0"
+    return f"{value:.1e}".replace("-", MINUS) if value < 0.0005 else f"{value:.4f}" if value < 1 else f"{value:.3f}"
 
 
 def format_ends(ends: Sequence[float]) -> str:

@@ -6,13 +6,25 @@ import math
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
-from compressor.report.record_parts import BlockFigures, Removal, Replacement, TaskResult, Verdict
+from compressor.report.record_parts import (
+    BlockFigures,
+    Parameters,
+    Removal,
+    Replacement,
+    TaskResult,
+    TextResult,
+    Verdict,
+)
 from compressor.report.speed_parts import KVCache
+from compressor.runtime.figures import MINUS, count
+from compressor.runtime.names import NO_LIMIT
+from compressor.runtime.resources import format_bytes
 
 MISSING = "–"
 RIDGE_GAP = 0.01  # the chosen ridge is shown where it explains so much more than plain least squares
 HUGE = 1e15
 SAME_SPEED = "no difference that this machine can tell"
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -35,12 +47,12 @@ def num(value: Any, sign: str = "", form: str = "") -> str:
     if not is_number(value):
         return MISSING if value is None or isinstance(value, float) else str(value)
     if isinstance(value, int) and not sign and abs(value) < HUGE:
-        return f"{value:,}"
+        return f"{value:,}".replace("-", MINUS)
     figure = as_float(value)
     size = abs(figure)
     usual = ".1g" if 0 < size < 0.0005 else ",.3f" if size < 100 else ",.1f" if size < 10_000 else ",.0f"
     usual, form = (".2e", "") if HUGE <= size < math.inf else (usual, form)
-    return format(figure, sign + (form or usual)).replace("-", "−").replace("inf", "∞")
+    return format(figure, sign + (form or usual)).replace("-", MINUS).replace("inf", "∞")
 
 
 def percent(value: Any, digits: int = 1) -> str:
@@ -100,19 +112,63 @@ def list_branches(blocks: Sequence[int], attention: Sequence[int]) -> str:
 
 
 def name_replacement(replacement: Replacement) -> str:
-    """`pruned 472`, `hybrid 472 rank 48`, `hybrid 2 of 3 heads rank 48`, `lowrank 48`, `linear`; a dot for a block that
-    stayed as it was."""
+    """What stands in a block's place, short enough for a column: `keeps 1,440 of 1,536`, `keeps 192 + rank 12`,
+    `keeps 2 of 3 heads`, `rank 48`, `linear map`, `constant`; a dot for a block that stayed as it was."""
     if replacement.kind == "keep":
         return "·"
-    rank, kept = replacement.rank, name_heads(replacement) if replacement.heads else str(replacement.neurons or "")
-    words = [replacement.kind, kept, f"rank {rank}" if rank and kept else str(rank or "")]
-    return " ".join(word for word in words if word)
+    if replacement.kind == "bias":
+        return "constant"
+    linear = "linear map" if replacement.rank is None else f"rank {replacement.rank:,}" if replacement.rank else ""
+    return " + ".join(word for word in (name_kept(replacement, short=bool(linear)), linear) if word)
+
+
+def name_kept(replacement: Replacement, short: bool) -> str:
+    """The neurons or heads that stay; `short` leaves out of how many neurons. Nothing where none do."""
+    if replacement.heads:
+        return f"keeps {name_heads(replacement)}"
+    if not replacement.neurons:
+        return ""
+    if short:
+        return f"keeps {replacement.neurons:,}"
+    if replacement.units:
+        return f"keeps {replacement.neurons:,} of {replacement.units:,}"
+    return f"keeps {count(replacement.neurons, 'neuron')}"
+
+
+def describe_replacement(replacement: Replacement) -> str:
+    """The same in a sentence's words: `1,440 of 1,536 neurons kept, and a map of rank 12 beside them`."""
+    if replacement.kind in ("keep", "bias"):
+        return "as it was" if replacement.kind == "keep" else "a constant"
+    rank = replacement.rank
+    linear = "a full linear map" if rank is None else f"a linear map of rank {rank:,}" if rank else ""
+    if replacement.heads:
+        kept = f"{name_heads(replacement)} kept"
+    elif replacement.neurons:
+        of = f"{replacement.neurons:,} of {replacement.units:,} neurons" if replacement.units else ""
+        kept = f"{of or count(replacement.neurons, 'neuron')} kept"
+    else:
+        kept = ""
+    return f"{kept}, and {linear} beside them" if kept and linear else kept or linear
 
 
 def name_heads(replacement: Replacement) -> str:
-    """The heads that attention keeps: `2 of 3 heads`, or key-value heads where several query heads read one."""
-    kind = "key-value heads" if (replacement.query_heads_per_unit or 1) > 1 else "heads"
-    return f"{replacement.heads}{f' of {replacement.units}' if replacement.units else ''} {kind}"
+    """The heads that attention keeps: `2 of 3 heads`, or key-value heads (KV) where several query heads read one."""
+    kind = "KV head" if (replacement.query_heads_per_unit or 1) > 1 else "head"
+    if replacement.units:
+        return f"{replacement.heads} of {count(replacement.units, kind)}"
+    return count(replacement.heads or 0, kind)
+
+
+def weight_bytes(parameters: int | None, dtype: str) -> int | None:
+    """The bytes that so many stored parameters take, where the dtype is known by its name."""
+    size = DTYPE_BYTES.get(dtype)
+    return None if parameters is None or size is None else parameters * size
+
+
+def say_weights(parameters: Parameters, dtype: str) -> str:
+    """The size of the weights before and after: `269 MB → 255 MB`; nothing where it is not known."""
+    sizes = [weight_bytes(number, dtype) for number in (parameters.before, parameters.after)]
+    return " → ".join(format_bytes(size) for size in sizes if size is not None and size < HUGE)
 
 
 def cache_words(cache: KVCache | None) -> str:
@@ -148,11 +204,29 @@ def cache_change(cache: KVCache) -> str:
 def asked_size(removal: Removal) -> str:
     """How much was to go, in words: `asked: at least 10 % (13,451,501 parameters)`."""
     share = f"{removal.asked.removesuffix('%')} % (" if removal.asked.endswith("%") else ""
-    return f"asked: at least {share}{removal.parameters:,} parameters{')' if share else ''}"
+    return f"asked: at least {share}{count(removal.parameters, 'parameter')}{')' if share else ''}"
+
+
+def say_share(asked: str, baseline: float) -> str:
+    """Of what a percentage was asked: `2 % of 35.161`; nothing where a number was asked, which says it all."""
+    return f"{asked.removesuffix('%')} % of {num(baseline)}" if asked.endswith("%") else ""
+
+
+def say_limit(text: TextResult) -> str:
+    """How much perplexity may rise on a text: `+1.000`, or `+0.703 (2 % of 35.161)` where a percentage was asked."""
+    if text.max_dppl is None:
+        return NO_LIMIT
+    share = say_share(text.asked, text.baseline)
+    return f"{num(text.max_dppl, '+')} ({share})" if share else num(text.max_dppl, "+")
+
+
+def say_documents(task: TaskResult) -> str:
+    """`500 documents, 1 answer changed`."""
+    return f"{count(task.documents, 'document')}, {count(task.changed, 'answer')} changed"
 
 
 def chosen_elsewhere(task: TaskResult) -> str:
     """That blocks were chosen on other documents, in words, and how often these were asked; else nothing."""
     if not task.chosen_on:
         return ""
-    return f", blocks chosen on {task.chosen_on:,} others, {task.looks} look{'s' if task.looks > 1 else ''}"
+    return f", blocks chosen on {count(task.chosen_on, 'other')}, {count(task.looks, 'look')}"

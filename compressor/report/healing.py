@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from compressor.report.search_parts import Healing, HealingLook
+from compressor.runtime.figures import count, signed
 from compressor.runtime.names import UNNAMED
 
 TRAINED = {
@@ -16,7 +17,7 @@ NO_TRAINING = "Nothing was trained."
 
 
 def say_rises(rises: Mapping[str, float]) -> str:
-    return ", ".join(f"{'' if name == UNNAMED else f'{name} '}{rise:+.3f}" for name, rise in rises.items())
+    return ", ".join(f"{'' if name == UNNAMED else f'{name} '}{signed(rise)}" for name, rise in rises.items())
 
 
 def say_healing(healing: Healing) -> str:
@@ -25,7 +26,7 @@ def say_healing(healing: Healing) -> str:
     again = f" ({healing.text_tokens:,} different ones)" if healing.text_tokens < healing.tokens else ""
     end = f"; it ended early: {healing.stopped}" if healing.stopped else ""
     return (
-        f"healed on {healing.tokens:,} tokens{again}: {healing.trained_parameters:,} weights "
+        f"healed on {count(healing.tokens, 'token')}{again}: {healing.trained_parameters:,} weights "
         f"{TRAINED.get(healing.params, '')} were trained towards the source's predictions in {healing.seconds:.0f} s; "
         f"on the selection text KL {before.kl:.4f} → {after.kl:.4f}, ΔPPL {say_rises(before.dppl)} → "
         f"{say_rises(after.dppl)}{end}"

@@ -35,6 +35,7 @@ from compressor.report.formats import interval, last_part, name_verdict, num, ri
 from compressor.report.record import ProfileSet, Record
 from compressor.report.record_parts import ATTENTION, FFN
 from compressor.runtime.errors import shorten, visible
+from compressor.runtime.figures import count
 
 AnyDrawing = alt.LayerChart | alt.VConcatChart
 VERDICTS = {"safe": SAFE, "costly": COSTLY, "unsafe": UNSAFE, "undecided": DIM}
@@ -54,9 +55,9 @@ def measured_on(record: Record) -> str:
     """What the figures of a chart were measured on."""
     parts = []
     if record.rows:
-        parts.append(f"{num(record.rows.fitted)} rows fitted, {num(record.rows.held_out)} held out")
+        parts.append(f"{count(record.rows.fitted, 'row')} fitted, {num(record.rows.held_out)} held out")
     if record.text:
-        parts.append(f"windows of {num(record.text.seq_len)} tokens")
+        parts.append(f"windows of {count(record.text.seq_len, 'token')}")
     return f"{last_part(record.source.model)}: {', '.join(parts) or 'tokens and windows are not recorded'}."
 
 
@@ -160,12 +161,12 @@ def trained(record: Record) -> Chart | None:
         return None
     lines = {
         "closed form": [(index, result.r2_lin) for index, result in probed],
-        f"{probe.optimiser}, {num(probe.steps)} steps": [(index, result.r2) for index, result in probed],
+        f"{probe.optimiser}, {count(probe.steps, 'step')}": [(index, result.r2) for index, result in probed],
     }
     caption = (
-        f"The same linear map by {probe.optimiser} ({num(probe.steps)} steps of {num(probe.batch)} rows, learning rate "
-        f"{probe.learning_rate:g}, from zero) stays below the exact solution by {num(probe.mean_gap)} on average: a "
-        f"trained baseline understates linearity. {measured_on(record)}"
+        f"The same linear map by {probe.optimiser} ({count(probe.steps, 'step')} of {count(probe.batch, 'row')}, "
+        f"learning rate {probe.learning_rate:g}, from zero) stays below the exact solution by {num(probe.mean_gap)} on "
+        f"average: a trained baseline understates linearity. {measured_on(record)}"
     )
     return over_depth("trained", "The pitfall of training it", caption, lines)
 
@@ -265,7 +266,7 @@ def swap(record: Record) -> Chart | None:
         return None
     caption = (
         f"The rise in perplexity (from {num(sweep.baseline)}) when this block alone becomes its linear map, with its "
-        f"95 % interval. {num(sweep.tokens)} tokens in windows of {num(sweep.seq_len)}; logarithmic; "
+        f"95 % interval. {count(sweep.tokens, 'token')} in windows of {num(sweep.seq_len)}; logarithmic; "
         "a hollow mark is at or below the lower end."
     )
     description = "ΔPPL of each block alone"

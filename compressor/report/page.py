@@ -40,12 +40,14 @@ from compressor.report.formats import (
     ratio_interval,
     ridge_differs,
     say_cache,
+    say_documents,
 )
 from compressor.report.healing import capitalised, list_looks, say_rises
 from compressor.report.record import ProfileSet, Record
 from compressor.report.record_parts import SIZE_CHECK, Block, Sample, TopRow
 from compressor.report.summary import answer, finding_lines
 from compressor.runtime.errors import visible
+from compressor.runtime.figures import count
 from compressor.runtime.names import NO_LIMIT
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -215,7 +217,7 @@ def show(value: Any) -> str:
 
 
 def show_power(value: Any) -> str:
-    return f"{value:.1e}" if is_number(value) else MISSING
+    return num(value, form=".1e") if is_number(value) else MISSING
 
 
 def show_change(before: Any, after: Any) -> str:
@@ -288,7 +290,7 @@ def list_promises(record: Record) -> list[Promise]:
             *(f"perplexity {name}", text.passed, text.baseline, text.compressed, text.delta, text.delta_ci95),
             limit=text.max_dppl,
             limit_words=NO_LIMIT if text.max_dppl is None else "",
-            note=f"{num(text.tokens)} tokens in windows of {num(text.seq_len)}"
+            note=f"{count(text.tokens, 'token')} in windows of {num(text.seq_len)}"
             + (f"; about {text.about}" if text.about else ""),
         )
         for name, text in record.text_results().items()
@@ -308,8 +310,7 @@ def list_promises(record: Record) -> list[Promise]:
         Promise(
             *(f"task {name}", task.passed, task.source, task.compressed, task.drop, task.drop_ci95),
             limit=task.max_drop,
-            note=f"{task.metric} of {num(task.documents)} documents, {num(task.changed)} answers changed"
-            f"{chosen_elsewhere(task)}",
+            note=f"{task.metric} of {say_documents(task)}{chosen_elsewhere(task)}",
         )
         for name, task in record.tasks.items()
     ]

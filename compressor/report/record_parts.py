@@ -68,8 +68,8 @@ class Rows(Part):
 class Replacement(Part):
     """What stands in a block's place; `rank` None with kind linear is a full matrix.
 
-    An FFN keeps `neurons`, attention keeps `heads` of its `units`: a unit is a key-value head with the query heads that
-    read it. `kept_heads` are the numbers of the kept units.
+    An FFN keeps `neurons` of its `units`, attention `heads` of its `units`: a unit is a neuron, or a key-value head
+    with the query heads that read it. `kept_heads` are the numbers of the kept heads.
     """
 
     kind: Literal["keep", "linear", "lowrank", "pruned", "hybrid", "bias"]

@@ -21,6 +21,7 @@ from compressor.report.formats import (
 from compressor.report.record import ProfileSet, Record, by_verdict, profiles_of
 from compressor.report.record_parts import ATTENTION, Block, CrossSummary, Probes, Shape, Together, present
 from compressor.report.tables import make_table, notes, warning_lines
+from compressor.runtime.figures import count, signed, signed_interval
 
 
 def answer(record: Record) -> list[str]:
@@ -33,7 +34,7 @@ def answer(record: Record) -> list[str]:
             f"({list_branches(trial.blocks, trial.attention)})"
             for trial in affordable(together)
         )
-        where = f"{num(record.swap.tokens)} tokens in windows of {num(record.swap.seq_len)}"
+        where = f"{count(record.swap.tokens, 'token')} in windows of {num(record.swap.seq_len)}"
         start = num(record.swap.baseline, form=".2f")
         lines.append(f"Parameters that linear maps save, and what they cost in perplexity (from {start}): {savings}.")
         lines.append(f"Measured with these blocks replaced together, on {where}; the whole job finds cheaper forms.")
@@ -83,8 +84,8 @@ def shape_line(shape: Shape, of: str = "") -> str:
     depth = num(shape.rank_correlation_with_depth, form=".2f")
     return (
         f"{of}R²_lin from {num(shape.lowest)} to {num(shape.highest)} (median {num(shape.median)}); it turns "
-        f"{shape.turns} times over depth, rank correlation with depth {depth}, largest step between neighbours "
-        f"{num(shape.largest_jump)} (after block {num(shape.largest_jump_after)})"
+        f"{count(shape.turns, 'time')} over depth, rank correlation with depth {depth}, largest step between "
+        f"neighbours {num(shape.largest_jump)} (after block {num(shape.largest_jump_after)})"
     )
 
 
@@ -96,7 +97,7 @@ def finding_lines(record: Record) -> list[str]:
         swapped = sum(block.swap is not None for block in record.branches)
         lines.append(
             f"replacing each block alone cost {num(record.swap.ratio, form='.2f')} of one whole evaluation per block "
-            f"({num(record.swap.seconds, form='.0f')} s for {swapped} blocks); rank correlation with what "
+            f"({num(record.swap.seconds, form='.0f')} s for {count(swapped, 'block')}); rank correlation with what "
             f"gradients predict {num(record.swap.predicted_rank_correlation, form='.2f')}"
         )
     lines += [
@@ -120,11 +121,12 @@ def probe_lines(record: Record, probes: Probes) -> list[str]:
         )
     if probes.trained:
         lines.append(
-            f"linear map by {probes.trained.optimiser}, {probes.trained.steps:,} steps: {num(probes.trained.mean_gap)} "
-            f"below the closed form on average, {num(probes.trained.largest_gap)} at most"
+            f"linear map by {probes.trained.optimiser}, {count(probes.trained.steps, 'step')}: "
+            f"{num(probes.trained.mean_gap)} below the closed form on average, "
+            f"{num(probes.trained.largest_gap)} at most"
         )
     if probes.sampled:
-        lines.append(f"probes ran on {probes.rows:,} sampled rows: memory does not hold all")
+        lines.append(f"probes ran on {count(probes.rows, 'sampled row')}: memory does not hold all")
     return lines
 
 
@@ -149,7 +151,9 @@ def profile_lines(record: Record | ProfileSet) -> list[str]:
     profiles = profiles_of(record)
     for profile in profiles:
         rows, text = present(profile.rows), present(profile.text)
-        where = f"{rows.fitted:,} rows fitted, {rows.held_out:,} held out; windows of {text.seq_len} tokens"
+        where = (
+            f"{count(rows.fitted, 'row')} fitted, {rows.held_out:,} held out; windows of {count(text.seq_len, 'token')}"
+        )
         stages = ", ".join(
             f"{name} {seconds:.0f} s" for name, seconds in profile.timings.items() if name != "total" and seconds >= 0.5
         )
@@ -196,21 +200,21 @@ def profile_table(blocks: Sequence[Block], title: str | None) -> Table:
     table = make_table(["block", *linearity, *cost, "verdict"], left=["verdict"], title=title)
     for block in blocks:
         if swap := block.swap:
-            cost = [f"{swap.delta:+.2f}", f"{swap.delta_ci95[0]:+.2f} … {swap.delta_ci95[1]:+.2f}"]
+            cost = [signed(swap.delta, ".2f"), signed_interval(*swap.delta_ci95, ".2f")]
         elif swapped:  # it overflowed
             cost = [MISSING, MISSING]
         else:
-            cost = [f"{present(block.predicted_dloss):.4f}"]
+            cost = [num(present(block.predicted_dloss), form=".4f")]
         table.add_row(
             str(block.index),
-            f"{block.r2_lin:.3f}",
+            num(block.r2_lin, form=".3f"),
             ends(block.r2_lin_ci95),
             *([num(block.r2_ridge, form=".3f")] if ridge else []),
-            f"{block.r2_stream:.3f}",
-            f"{block.r2_median:.3f}",
+            num(block.r2_stream, form=".3f"),
+            num(block.r2_median, form=".3f"),
             f"{block.effective_rank:.1f}",
             str(block.rank_99),
-            f"{block.condition_number:.1e}",
+            num(block.condition_number, form=".1e"),
             *cost,
             name_verdict(block.verdict),
             style={"safe": "green", "unsafe": "yellow"}.get(block.verdict or "", ""),

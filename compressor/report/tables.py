@@ -21,7 +21,9 @@ from compressor.report.formats import (
     ends,
     name_replacement,
     name_verdict,
+    num,
     ratio_interval,
+    say_limit,
 )
 from compressor.report.healing import healing_lines
 from compressor.report.record import Record, SavedRecord, by_verdict
@@ -37,6 +39,7 @@ from compressor.report.record_parts import (
     TextResult,
     present,
 )
+from compressor.runtime.figures import count, signed, signed_interval
 from compressor.runtime.names import NO_LIMIT, UNNAMED
 from compressor.runtime.resources import format_bytes
 
@@ -60,9 +63,9 @@ def block_table(record: Record) -> Table:
         before, after = block.params_before, block.params_after
         table.add_row(
             block.name,
-            f"{block.r2_lin:.3f}",
+            num(block.r2_lin, form=".3f"),
             ends(block.r2_lin_ci95),
-            f"{block.r2_stream:.3f}",
+            num(block.r2_stream, form=".3f"),
             f"{block.top_row_share:.0%}",
             name_verdict(block.verdict),
             name_replacement(block.replacement),
@@ -96,15 +99,15 @@ def note_unsafe(block: Block) -> str:
         return f"block {block.index} is unsafe: {block.reason}"
     return (
         f"block {block.index} is unsafe as a linear map ({block.reason}); it keeps "
-        f"{block.replacement.neurons} neurons: that form cost alone what was predicted"
+        f"{count(block.replacement.neurons, 'neuron')}: that form cost alone what was predicted"
     )
 
 
 def perplexity_line(change: PerplexityChange) -> str:
     low, high = change.delta_ci95
     return (
-        f"perplexity {change.baseline:.3f} → {change.compressed:.3f}  (Δ {change.delta:+.3f}, "
-        f"95 % interval {low:+.3f} … {high:+.3f}; {change.tokens:,} tokens, windows of {change.seq_len})"
+        f"perplexity {change.baseline:.3f} → {change.compressed:.3f}  (Δ {signed(change.delta)}, "
+        f"95 % interval {signed_interval(low, high)}; {count(change.tokens, 'token')}, windows of {change.seq_len})"
     )
 
 
@@ -129,10 +132,10 @@ def text_lines(record: Record) -> list[str]:
     lines = []
     for name, text in record.text_results().items():
         if text.max_dppl is None:
-            budget = f"{NO_LIMIT} on perplexity was asked for ({end} {text.delta_upper:+.3f})"
+            budget = f"{NO_LIMIT} on perplexity was asked for ({end} {signed(text.delta_upper)})"
         else:
             held = "inside" if text.delta_upper <= text.max_dppl else "OUTSIDE"
-            budget = f"budget +{text.max_dppl:.3f} ({text.asked}): {held} ({end} {text.delta_upper:+.3f})"
+            budget = f"budget {say_limit(text)}: {held} ({end} {signed(text.delta_upper)})"
         about = f"; about {text.about}" if text.about else ""
         prefix = "" if name == UNNAMED else f"{name}: "
         lines += [prefix + perplexity_line(text), prefix + budget + about]
@@ -152,12 +155,11 @@ def fidelity_line(found: Fidelity, end: str) -> str:
 def task_lines(record: Record) -> list[str]:
     lines = []
     for name, task in record.tasks.items():
-        low, high = task.drop_ci95
-        limit = task.max_drop
+        limit, interval = task.max_drop, signed_interval(*task.drop_ci95, ".4f")
         held = "no budget" if limit is None else f"budget {limit:g}: {'inside' if task.passed else 'OUTSIDE'}"
         lines.append(
             f"task {name} ({task.metric}) {task.source:.4f} → {task.compressed:.4f}  (drop "
-            f"{task.drop:+.4f}, 95 % interval {low:+.4f} … {high:+.4f}; {task.documents:,} documents, "
+            f"{signed(task.drop, '.4f')}, 95 % interval {interval}; {count(task.documents, 'document')}, "
             f"{task.changed} changed{chosen_elsewhere(task)}; {held})"
         )
     return lines
@@ -170,8 +172,8 @@ def generation_lines(record: Record) -> list[str]:
         return []
     repetition, pairs = generation.repetition, generation.distinct.get("2")
     return [
-        f"writes as its source in {generation.agreement:.1%} of places ({generation.prompts} prompts, "
-        f"{generation.tokens} tokens each); repetition {repetition.source:.2f} → {repetition.compressed:.2f}"
+        f"writes as its source in {generation.agreement:.1%} of places ({count(generation.prompts, 'prompt')}, "
+        f"{count(generation.tokens, 'token')} each); repetition {repetition.source:.2f} → {repetition.compressed:.2f}"
         + (f", distinct pairs {pairs.source:.2f} → {pairs.compressed:.2f}" if pairs else "")
     ]
 
@@ -211,9 +213,9 @@ def name_outcome(passed: bool | None) -> str:
 
 def text_row(name: str, text: TextResult) -> list[str]:
     low, high = text.delta_ci95
-    figures = f"{text.baseline:.3f}", f"{text.compressed:.3f}", f"{text.delta:+.3f}"
-    limit = NO_LIMIT if text.max_dppl is None else f"{text.max_dppl:+.3f}"
-    return [f"perplexity {name}", *figures, f"{low:+.3f} … {high:+.3f}", limit, name_outcome(text.passed)]
+    figures = f"{text.baseline:.3f}", f"{text.compressed:.3f}", signed(text.delta)
+    limit = NO_LIMIT if text.max_dppl is None else signed(text.max_dppl)
+    return [f"perplexity {name}", *figures, signed_interval(low, high), limit, name_outcome(text.passed)]
 
 
 def fidelity_rows(name: str, found: Fidelity | None) -> list[list[str]]:
@@ -233,15 +235,15 @@ def task_row(name: str, task: TaskResult) -> list[str]:
     """The change has the sign of the metric; a drop is a change for the worse."""
     sign = -1 if task.higher_is_better else 1
     low, high = sorted(sign * end + 0.0 for end in task.drop_ci95)  # no minus before a zero
-    limit = MISSING if task.max_drop is None else f"{sign * task.max_drop:+.4f}"
-    figures = f"{task.source:.4f}", f"{task.compressed:.4f}", f"{sign * task.drop + 0.0:+.4f}"
-    label = f"task {name} ({task.metric}, {task.documents} documents)"
-    return [label, *figures, f"{low:+.4f} … {high:+.4f}", limit, name_outcome(task.passed)]
+    limit = MISSING if task.max_drop is None else signed(sign * task.max_drop, ".4f")
+    figures = f"{task.source:.4f}", f"{task.compressed:.4f}", signed(sign * task.drop + 0.0, ".4f")
+    label = f"task {name} ({task.metric}, {count(task.documents, 'document')})"
+    return [label, *figures, signed_interval(low, high, ".4f"), limit, name_outcome(task.passed)]
 
 
 def size_row(check: Check, parameters: Parameters) -> list[str]:
     sizes = [f"{present(size):,}" for size in (parameters.before, parameters.after)]
-    change, limit = (f"{-present(share):.2%}" for share in (check.measured, check.limit))
+    change, limit = (signed(-present(share), ".2%") for share in (check.measured, check.limit))
     return [check.name, *sizes, change, "", limit, name_outcome(check.passed)]
 
 
@@ -281,8 +283,8 @@ def frontier_table(record: Record) -> Table:
             f"{point.removed_fraction:.2%}",
             f"−{point.removed:,}",
             f"{present(point.flops_ratio):.3f}× fewer",
-            f"{worst.delta:+.3f}",
-            f"{low:+.3f} … {high:+.3f}",
+            signed(worst.delta),
+            signed_interval(low, high),
             str(point.blocks),
             Path(present(point.file)).name,
         )
@@ -292,7 +294,7 @@ def frontier_table(record: Record) -> Table:
 def frontier_lines(record: Record, file: Path) -> list[str]:
     text = present(record.text)
     selection = present(text.selection)
-    where = f"ΔPPL on the selection text, {selection.tokens:,} tokens, windows of {text.seq_len}"
+    where = f"ΔPPL on the selection text, {count(selection.tokens, 'token')}, windows of {text.seq_len}"
     note = "room is left for the noise of the verification text, on which `compress apply` measures"
     if present(record.budget).max_dppl is None:
         note = f"{NO_LIMIT} on perplexity; `compress apply` measures on the verification text"
@@ -351,12 +353,13 @@ def agreement_lines(record: Record) -> list[str]:
     agreement = record.agreement
     if agreement is None or agreement.rank_correlation is None:
         return []
-    blocks, correlation = len(agreement.blocks) + len(agreement.attention), f"{agreement.rank_correlation:.2f}"
+    blocks = count(len(agreement.blocks) + len(agreement.attention), "block")
+    correlation = num(agreement.rank_correlation, form=".2f")
     if agreement.kl_rank_correlation is None:
-        return [f"predicted against measured Δloss over {blocks} blocks: rank correlation {correlation}"]
+        return [f"predicted against measured Δloss over {blocks}: rank correlation {correlation}"]
     return [
-        f"predicted against measured cost over {blocks} blocks: rank correlation {agreement.kl_rank_correlation:.2f} "
-        f"with the KL divergence, {correlation} with Δloss"
+        f"predicted against measured cost over {blocks}: rank correlation "
+        f"{num(agreement.kl_rank_correlation, form='.2f')} with the KL divergence, {correlation} with Δloss"
     ]
 
 
@@ -402,20 +405,16 @@ def info_lines(record: Record | SavedRecord) -> list[str]:
 
 def replaced_lines(blocks: Sequence[SavedBlock], attention: Sequence[SavedBlock]) -> list[str]:
     """What is replaced in a checkpoint, counted by kind."""
-    counted = [f"{name_count(len(blocks), 'FFN')} ({list_kinds(blocks)})"] if blocks else []
+    counted = [f"{count(len(blocks), 'FFN')} ({list_kinds(blocks)})"] if blocks else []
     if attention:
-        counted.append(f"the attention of {name_count(len(attention), 'layer')} ({list_kinds(attention)})")
+        counted.append(f"the attention of {count(len(attention), 'layer')} ({list_kinds(attention)})")
     return [f"replaced: {' and '.join(counted)}"] if counted else []
-
-
-def name_count(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def list_kinds(blocks: Sequence[Block | SavedBlock]) -> str:
     """How many blocks were replaced by what: `2 hybrid, 1 pruned`."""
     kinds = Counter(block.replacement.kind for block in blocks if block.replacement.kind != "keep")
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    return ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
 
 
 def weights_lines(record: Record | SavedRecord) -> list[str]:
@@ -435,17 +434,21 @@ def export_lines(record: ExportRecord) -> list[str]:
     sizes, check = record.parameters, record.checked
     out, size = present(record.out), format_bytes(present(record.bytes))
     lines = [
-        f"{out}: {size}, {record.dtype}, {sizes.exported:,} parameters ({sizes.exported / sizes.source - 1:+.2%} of "
-        f"the source's; compressed {sizes.compressed / sizes.source - 1:+.2%})"
+        f"{out}: {size}, {record.dtype}, {sizes.exported:,} parameters "
+        f"({signed(sizes.exported / sizes.source - 1, '.2%')} of the source's; "
+        f"compressed {signed(sizes.compressed / sizes.source - 1, '.2%')})"
     ]
     if check.log_probability_off is not None:
         lines.append(
             f"checked in {check.runtime}: {check.greedy_equal} of {check.greedy} greedy tokens equal, "
-            f"log-probabilities off by at most {check.log_probability_off:.2g} on {check.tokens} tokens, "
-            f"perplexity {present(check.perplexity_ratio) - 1:+.3%}"
+            f"log-probabilities off by at most "
+            f"{num(check.log_probability_off, form='.2g')} on {count(present(check.tokens), 'token')}, "
+            f"perplexity {signed(present(check.perplexity_ratio) - 1, '.3%')}"
         )
     elif check.runtime:
-        lines.append(f"checked in {check.runtime}: logits off by {present(check.logits_off):.1g} of the largest")
+        lines.append(
+            f"checked in {check.runtime}: logits off by {num(present(check.logits_off), form='.1g')} of the largest"
+        )
     if record.use is not None:
         lines.append(f"for {record.use}")
     if record.context is not None:
@@ -467,13 +470,16 @@ def push_lines(record: PushRecord) -> list[str]:
     """Where a checkpoint was or would be sent, what is left out, and what its card says."""
     card = record.card
     values = [f"{key} {card[key]}" for key in ("base_model", "license", "pipeline_tag") if key in card]
-    scores = sum(len(result["metrics"]) for index in card.get("model-index") or [] for result in index["results"])
+    scores = count(
+        sum(len(result["metrics"]) for index in card.get("model-index") or [] for result in index["results"]), "result"
+    )
     where = f"{record.repo}, branch {record.branch}" + (", private" if record.private else "")
+    size = f"{count(len(record.files), 'file')}, {count(record.bytes, 'byte')}"
     lines = [
-        f"{len(record.files)} files, {record.bytes:,} bytes {'sent' if record.sent else 'would be sent'} to {where}",
+        f"{size} {'sent' if record.sent else 'would be sent'} to {where}",
         *[f"left out: {name} ({reason})" for name, reason in record.left_out.items()],
         *record.notes,
-        f"the card's metadata is sound, as far as it can be checked here: {', '.join([*values, f'{scores} results'])}",
+        f"the card's metadata is sound, as far as it can be checked here: {', '.join([*values, scores])}",
         *([] if "license" in card else ["warning: the card names no license; add one to README.md if you know it"]),
     ]
     if not record.sent:

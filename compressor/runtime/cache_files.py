@@ -26,12 +26,12 @@ ENTRY = re.compile(r"[0-9a-f]{40}\.safetensors")
 PARTIAL = ".partial-"  # an entry that is being written
 RUNNING = ".running-"  # the mark of a living run
 LIMIT_VARIABLE = "COMPRESSOR_CACHE_LIMIT"
-USUAL_LIMIT = 20 * 2**30
+USUAL_LIMIT = 20 * 10**9
 DISK_SHARE = 10  # the usual limit is at most one part in so many of the disk
 RECENT_SECONDS = 24 * 3600.0  # what was used so recently may be needed to resume, and is not removed unasked
 LARGEST_HEADER = 64 * 2**20
-UNITS = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
+PREFIXES = " KMGT"  # each is 1,000 of the one before it, or 1,024 where an i follows
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:(I?)B)?", re.IGNORECASE)
 
 
 def default_directory() -> Path:
@@ -43,13 +43,13 @@ def default_directory() -> Path:
 
 
 def parse_size(words: str, option: str) -> float:
-    """Bytes of a size such as 5GB (2³⁰ bytes each, as everywhere here); `none` is no limit, which is infinite."""
+    """Bytes of a size such as 5GB (10⁹ bytes each, as everywhere here) or 5GiB (2³⁰); `none` is infinite: no limit."""
     if words.strip().lower() == "none":
         return math.inf
     match = SIZE.fullmatch(words.strip())
     if match is None:
         raise InputError(f"{option} {words!r} is not a size; use a number with MB, GB or TB, such as 5GB, or none")
-    return float(match[1]) * UNITS[f"{match[2].upper()}B"]
+    return float(match[1]) * (1024.0 if match[3] else 1000.0) ** PREFIXES.index(match[2].upper() or " ")
 
 
 def choose_limit(directory: Path, asked: str | None = None) -> float:

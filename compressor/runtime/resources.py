@@ -114,14 +114,22 @@ def free_disk(place: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def require_disk(what: str, needed: int, place: Path, remedy: str) -> str:
-    """A line with the bytes needed and free; refuse before the work starts if there are too few."""
+def require_disk(what: str, needed: int, place: Path, remedy: str, spare: int = 0) -> str:
+    """A line with the bytes needed and free; refuse before the work starts if there are too few.
+
+    `spare` are bytes that may be needed beside these: there must be room for them, but they are not announced.
+    """
     free = free_disk(place)
-    if needed > free:
-        raise InputError(f"{what} needs {format_bytes(needed)} of disk, and {place} has {format_bytes(free)}; {remedy}")
+    if needed + spare > free:
+        wanted = format_bytes(needed + spare)
+        raise InputError(f"{what} needs {wanted} of disk, and {place} has {format_bytes(free)}; {remedy}")
     return f"{what}: about {format_bytes(needed)} on disk ({format_bytes(free)} can be had)"
 
 
 def format_bytes(size: int) -> str:
-    """The size in GB, or in MB if it is smaller."""
-    return f"{size / 2**30:.1f} GB" if size >= 2**30 else f"{max(1, size >> 20)} MB"
+    """A size in the units of disks and downloads: a GB is a billion bytes, a MB a million, a kB a thousand."""
+    if size >= 999_500_000:
+        return f"{size / 1e9:,.1f} GB"
+    if size >= 999_500:
+        return f"{size / 1e6:.0f} MB" if size >= 9_950_000 else f"{size / 1e6:.1f} MB"
+    return f"{max(1, round(size / 1e3))} kB"

@@ -84,7 +84,8 @@ def test_the_json_has_the_keys_of_a_block_and_is_read_again() -> None:
     record, _, _ = describe("llama")
     values = json.loads(json.dumps(record.to_json_value()))
     assert set(values["attention"][1]) == set(values["blocks"][1])
-    assert set(values["blocks"][1]["replacement"]) == {"kind", "rank", "neurons"}
+    assert set(values["blocks"][1]["replacement"]) == {"kind", "rank", "neurons", "units"}
+    assert {block["replacement"]["units"] for block in values["blocks"]} == {48}, "as many as were there before"
     replacement = {"kind": "hybrid", "rank": 3, "heads": 1, "kept_heads": [1], "units": 2, "query_heads_per_unit": 2}
     assert values["attention"][1]["replacement"] == replacement
     assert Record.model_validate(values) == record

@@ -38,19 +38,26 @@ def printed(table: Table) -> list[str]:
 @pytest.mark.parametrize(
     ("replacement", "words"),
     [
-        ({"kind": "pruned", "rank": 0, "heads": 2, "units": 3, "query_heads_per_unit": 1}, "pruned 2 of 3 heads"),
+        ({"kind": "pruned", "rank": 0, "heads": 2, "units": 3, "query_heads_per_unit": 1}, "keeps 2 of 3 heads"),
         (
             {"kind": "hybrid", "rank": 48, "heads": 2, "units": 3, "query_heads_per_unit": 3},
-            "hybrid 2 of 3 key-value heads rank 48",
+            "keeps 2 of 3 KV heads + rank 48",
         ),
-        ({"kind": "linear", "heads": 0, "units": 3}, "linear"),
-        ({"kind": "lowrank", "rank": 24, "heads": 0, "units": 3}, "lowrank 24"),
-        ({"kind": "bias", "rank": 0, "heads": 0, "units": 3}, "bias"),
+        ({"kind": "linear", "heads": 0, "units": 3}, "linear map"),
+        ({"kind": "lowrank", "rank": 24, "heads": 0, "units": 3}, "rank 24"),
+        ({"kind": "bias", "rank": 0, "heads": 0, "units": 3}, "constant"),
         ({"kind": "keep", "units": 3}, "·"),
-        ({"kind": "pruned", "rank": 0, "heads": 2}, "pruned 2 heads"),
+        ({"kind": "pruned", "rank": 0, "heads": 2}, "keeps 2 heads"),
+        ({"kind": "pruned", "rank": 0, "heads": 1}, "keeps 1 head"),
+        ({"kind": "pruned", "rank": 0, "heads": 1, "units": 1, "query_heads_per_unit": 4}, "keeps 1 of 1 KV head"),
+        ({"kind": "pruned", "rank": 0, "neurons": 1440, "units": 1536}, "keeps 1,440 of 1,536"),
+        ({"kind": "pruned", "rank": 0, "neurons": 1440}, "keeps 1,440 neurons"),
+        ({"kind": "pruned", "rank": 0, "neurons": 1}, "keeps 1 neuron"),
+        ({"kind": "hybrid", "rank": 12, "neurons": 192, "units": 768}, "keeps 192 + rank 12"),
+        ({"kind": "hybrid", "rank": None, "neurons": 192, "units": 768}, "keeps 192 + linear map"),
     ],
 )
-def test_kept_heads_in_words(replacement: dict[str, Any], words: str) -> None:
+def test_a_replacement_says_what_is_kept(replacement: dict[str, Any], words: str) -> None:
     assert name_replacement(Replacement(**replacement)) == words
 
 
@@ -89,7 +96,7 @@ def test_a_check_says_what_is_replaced() -> None:
     assert "replaced: 2 FFNs (2 linear) and the attention of 1 layer (1 pruned)" in tables.check_lines(record)
     shown = page(record)
     assert "model.layers.1.self_attn" in shown
-    assert "pruned 2 of 3 heads" in shown
+    assert "keeps 2 of 3 heads" in shown
 
 
 def test_a_model_without_measurements_lists_its_attention() -> None:
@@ -103,9 +110,9 @@ def test_a_model_without_measurements_lists_its_attention() -> None:
         kv_cache=KVCache(bytes_per_token_after=15360, dtype="float16"),
     )
     lines = tables.info_lines(record)
-    assert "model.layers.1.self_attn: pruned 2 of 3 heads" in lines
+    assert "model.layers.1.self_attn: keeps 2 of 3 heads" in lines
     assert "key-value cache 15,360 bytes per token (float16)" in lines
-    assert "| model.layers.1.self\\_attn | pruned 2 of 3 heads |" in card(record)
+    assert "| model.layers.1.self\\_attn | keeps 2 of 3 heads |" in card(record)
     assert "some of its attention is replaced" in card(record)
 
 
@@ -125,12 +132,12 @@ def test_the_page_and_the_card_have_attention_and_the_cache() -> None:
     record = attending(7)
     shown = html.unescape(page(record))
     sentence = "The key-value cache takes 33.3 % less: 23,040 → 15,360 bytes per token (float16)."
-    for words in ("2 attention", "hybrid 2 of 3 key-value heads rank 24", "Attention that stayed as it was", sentence):
+    for words in ("2 attention", "keeps 2 of 3 KV heads + rank 24", "Attention that stayed as it was", sentence):
         assert words in shown
     text = card(record)
     assert sentence in text
     assert "| key-value cache, bytes per token | 23,040 | 15,360 | −33.3 % |" in text
-    assert "| 6 attention | 0.259 | 0.299 | costly | linear | 147,456 → 36,864 |" in text
+    assert "| 6 attention | 0.259 | 0.299 | costly | linear map | 147,456 → 36,864 |" in text
     assert "some of its feed-forward blocks and some of its attention are replaced" in text
     assert "attention" not in card(assessment(7))
 

@@ -172,7 +172,7 @@ def test_a_record_without_measurements_promises_nothing() -> None:
     text = cards.card(saved())
     assert metadata(text)["tags"][-1] == "gpt2"
     assert list_scores(saved()) == []
-    assert "| transformer.h.0.mlp | hybrid 5 rank 3 |" in text.replace("\\_", "_")
+    assert "| transformer.h.0.mlp | keeps 5 + rank 3 |" in text.replace("\\_", "_").replace("\\+", "+")
     assert "How much it lost is not known" in text
 
 

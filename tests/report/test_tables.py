@@ -27,9 +27,9 @@ def test_every_text_is_held_against_its_own_budget() -> None:
     record = measured(texts={"text": TEXT, "wiki": {**TEXT, "max_dppl": 0.6, "asked": "3%"}})
     first, budget, second, other = tables.text_lines(record)
     assert first.startswith("perplexity 20.000 → 20.500  (Δ +0.500, 95 % interval +0.250 … +0.750; 2,000 tokens")
-    assert budget == "budget +1.000 (5%): inside (upper end at 95% +0.750)"
+    assert budget == "budget +1.000 (5 % of 20.000): inside (upper end at 95% +0.750)"
     assert second == f"wiki: {first}"
-    assert other == "wiki: budget +0.600 (3%): OUTSIDE (upper end at 95% +0.750)"
+    assert other == "wiki: budget +0.600 (3 % of 20.000): OUTSIDE (upper end at 95% +0.750)"
 
 
 NEARNESS = (
@@ -76,7 +76,7 @@ def test_perplexity_without_a_limit_is_only_reported() -> None:
     ("kl", "agreement", "said"),
     [
         (0.0, 1.0, "KL from the source 0 nats per token (0 … ∞); 100 % of"),
-        (2.6e-5, 0.99996, "KL from the source 2.6e-05 nats per token (0 … ∞); 99.99 % of"),
+        (2.6e-5, 0.99996, "KL from the source 2.6e−05 nats per token (0 … ∞); 99.99 % of"),
         (1.5, 0.0, "KL from the source 1.500 nats per token (0 … ∞); 0.0 % of"),
         (float("nan"), float("nan"), "KL from the source – nats per token (0 … ∞); – % of"),
     ],
@@ -84,6 +84,11 @@ def test_perplexity_without_a_limit_is_only_reported() -> None:
 def test_small_and_large_divergences_can_be_read(kl: float, agreement: float, said: str) -> None:
     found = {**FIDELITY, "kl": kl, "kl_ci95": [0.0, float("inf")], "top1_agreement": agreement}
     assert str(measured(fidelity=found).fidelity).startswith(said)
+
+
+def test_a_number_that_was_asked_for_is_said_once() -> None:
+    record = measured(texts={"text": {**TEXT, "asked": "1"}})
+    assert tables.text_lines(record)[1] == "budget +1.000: inside (upper end at 95% +0.750)"
 
 
 def test_an_older_record_of_one_text_says_the_same() -> None:
@@ -98,9 +103,9 @@ def test_a_point_estimate_is_called_one() -> None:
 @pytest.mark.parametrize(
     ("higher", "limit", "passed", "row"),
     [
-        (True, 0.15, False, ["-0.1000", "-0.2000 … +0.0000", "-0.1500", "FAILED"]),
+        (True, 0.15, False, ["−0.1000", "−0.2000 … +0.0000", "−0.1500", "FAILED"]),
         (False, 0.25, True, ["+0.1000", "+0.0000 … +0.2000", "+0.2500", "passed"]),
-        (True, None, None, ["-0.1000", "-0.2000 … +0.0000", "–", "no budget"]),
+        (True, None, None, ["−0.1000", "−0.2000 … +0.0000", "–", "no budget"]),
     ],
 )
 def test_a_task_s_change_has_the_sign_of_its_metric(
@@ -130,7 +135,7 @@ def test_blocks_that_must_not_be_touched_are_named() -> None:
 def test_a_model_without_measurements_says_so() -> None:
     head, block, end, weights = tables.info_lines(saved())
     assert head == "made from /home/me/gpt2 (gpt2) by compressor 0.1.0"
-    assert block == "transformer.h.0.mlp: hybrid 5 rank 3"
+    assert block == "transformer.h.0.mlp: keeps 5 + rank 3"
     assert end.startswith("no measurements are recorded")
     assert weights.startswith("weights: the record has no hash")
     known = saved().model_copy(update={"compressed_sha256": "0123456789abcdef", "weights_match": False})
@@ -160,8 +165,8 @@ def test_an_export_s_record_is_what_it_says() -> None:
     record = ExportRecord.model_validate(EXPORT)
     assert record.to_json_value() == EXPORT, "a key that was never set is not written, one that is null is"
     assert tables.export_lines(record) == [
-        "graph: 1 MB, f32, 90 parameters (-10.00% of the source's; compressed -20.00%)",
-        "checked in ONNX Runtime 1: logits off by 2e-06 of the largest",
+        "graph: 1 kB, f32, 90 parameters (−10.00 % of the source's; compressed −20.00 %)",
+        "checked in ONNX Runtime 1: logits off by 2e−06 of the largest",
         "for scoring",
     ]
 
@@ -182,7 +187,7 @@ def test_a_push_says_what_is_sent_and_what_is_not() -> None:
     assert record.to_json_value() == values
     lines = tables.push_lines(record)
     assert lines[:2] == [
-        "1 files, 1,200 bytes would be sent to me/small, branch main, private",
+        "1 file, 1,200 bytes would be sent to me/small, branch main, private",
         "left out: .env (not written by compress)",
     ]
     assert lines[-1] == "nothing was sent: --dry-run"

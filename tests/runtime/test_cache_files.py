@@ -24,6 +24,7 @@ from compressor.runtime.cache_files import RECENT_SECONDS, choose_limit, in_use,
 from compressor.runtime.errors import InputError
 from compressor.runtime.locks import owned_directory
 from compressor.runtime.progress import Progress
+from compressor.runtime.resources import format_bytes
 
 HOUR = 3600.0
 
@@ -173,7 +174,10 @@ def test_a_run_prunes_at_its_end(cache: Cache, monkeypatch: pytest.MonkeyPatch) 
         assert len(list_entries(place(cache))) == 4
     # The newest was used by an interrupted run an hour ago, the first by this run.
     assert {entry.file for entry in list_entries(place(cache))} == {files[0], files[3]}
-    assert spoken.lines == ["cache: the 2 least recently used entries removed (1 MB), because its limit is 1 MB"]
+    removed, limit = format_bytes(2 * size), format_bytes(size)
+    assert spoken.lines == [
+        f"cache: the 2 least recently used entries removed ({removed}), because its limit is {limit}"
+    ]
     assert RECENT_SECONDS > HOUR
 
 
@@ -217,13 +221,16 @@ def test_a_cache_that_cannot_be_written_is_read_all_the_same(cache: Cache, monke
 
 @pytest.mark.parametrize(
     ("words", "size"),
-    [("5GB", 5 * 2**30), ("1.5 tb", 1.5 * 2**40), ("500MiB", 500 * 2**20), ("0", 0), ("2k", 2048), ("none", math.inf)],
+    [
+        *[("5GB", 5e9), ("1.5 tb", 1.5e12), ("500MB", 5e8), ("0", 0), ("2k", 2000), ("7", 7), ("none", math.inf)],
+        *[("500MiB", 500 * 2**20), ("1.5 gib", 1.5 * 2**30)],
+    ],
 )
 def test_sizes_in_words(words: str, size: float) -> None:
     assert parse_size(words, "--limit") == size
 
 
-@pytest.mark.parametrize("words", ["-5GB", "5 gigs", "", "GB", "1e9", "nan", "5GBB", "½"])
+@pytest.mark.parametrize("words", ["-5GB", "5 gigs", "", "GB", "1e9", "nan", "5GBB", "5Gi", "½"])
 def test_sizes_that_are_none(words: str) -> None:
     with pytest.raises(InputError, match=r"--limit .* is not a size; .*such as 5GB"):
         parse_size(words, "--limit")
@@ -233,15 +240,15 @@ def test_the_usual_limit_is_at_most_a_tenth_of_the_disk(tmp_path: Path, monkeypa
     monkeypatch.delenv("COMPRESSOR_CACHE_LIMIT", raising=False)
 
     class Usage:
-        total = 50 * 2**30
+        total = 50 * 10**9
 
     monkeypatch.setattr("shutil.disk_usage", lambda place: Usage)
-    assert choose_limit(tmp_path / "not" / "there") == 5 * 2**30
+    assert choose_limit(tmp_path / "not" / "there") == 5 * 10**9
     Usage.total = 2**50
-    assert choose_limit(tmp_path) == 20 * 2**30
+    assert choose_limit(tmp_path) == 20 * 10**9
     monkeypatch.setenv("COMPRESSOR_CACHE_LIMIT", "1GB")
-    assert choose_limit(tmp_path) == 2**30
-    assert choose_limit(tmp_path, "2GB") == 2**31
+    assert choose_limit(tmp_path) == 10**9
+    assert choose_limit(tmp_path, "2GB") == 2 * 10**9
 
 
 # Through the command

@@ -67,16 +67,29 @@ def test_memory_of_this_process() -> None:
 def test_disk_is_refused_before_the_work(tmp_path: Path) -> None:
     place = tmp_path / "not" / "yet"
     free = free_disk(place)
-    assert require_disk("the result", 1, place, "").startswith("the result: about 1 MB on disk (")
+    assert require_disk("the result", 1, place, "").startswith("the result: about 1 kB on disk (")
     with pytest.raises(InputError, match=r"the result needs .* GB of disk, and .*yet has .* GB; go elsewhere"):
         require_disk("the result", 2 * free + GB, place, "go elsewhere")
-    assert [format_bytes(size) for size in (1, 5 << 20, 3 * GB // 2)] == ["1 MB", "5 MB", "1.5 GB"]
+    with pytest.raises(InputError, match=r"the result needs .* GB of disk"):
+        require_disk("the result", 1, place, "", spare=2 * free + GB)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        *[(1, "1 kB"), (1000, "1 kB"), (999_499, "999 kB"), (999_500, "1.0 MB"), (6_720_384, "6.7 MB")],
+        *[(9_949_999, "9.9 MB"), (9_950_000, "10 MB"), (264_241_152, "264 MB"), (999_499_999, "999 MB")],
+        *[(999_500_000, "1.0 GB"), (3 * 10**9 // 2, "1.5 GB"), (2**40, "1,099.5 GB")],
+    ],
+)
+def test_a_megabyte_is_a_million_bytes(size: int, words: str) -> None:
+    assert format_bytes(size) == words
 
 
 def test_a_disk_that_is_too_small_is_told_by_the_command(
     compress: Compress, models: Path, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compressor.runtime.resources.free_disk", lambda _: 10 << 20)
+    monkeypatch.setattr("compressor.runtime.resources.free_disk", lambda _: 10**7)
     done = compress(models / "gpt2", *options, "--max-dppl", "5%", "--out", tmp_path / "small")
     assert done.code == 2
     assert len(done.errors) == 1
