@@ -21,8 +21,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 SOURCES = ("sotu_speeches.txt", "austen_novels.txt", "moby_dick.txt", "shakespeare_works.txt")
 HELD_OUT = 0.025

@@ -7,19 +7,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from compressor import __version__
 from compressor.cli.exit import run_and_exit
 from compressor.cli.help import SETTINGS, Command, Commands
-from compressor.cli.options import Debug, Json, RunOptions, Values, Verbose, with_options
+from compressor.cli.options import Debug, Json, RunOptions, Values, with_options
 from compressor.cli.output import emit
 from compressor.pipelines import recipe
 from compressor.runtime.errors import DONE, MISSED, InputError
 
 if TYPE_CHECKING:
+    from compressor.report.record import Record
     from compressor.runtime.context import RunContext
 
 EXAMPLES = """
@@ -127,18 +128,25 @@ def run(
     ] = False,
 ) -> None:
     """The whole job; `compress MODEL …` is short for `compress run MODEL …`."""
-    refuse_early(values["model"], values, options.recipe_file, options.trust_remote_code)
     settings = resolve_job(options, values, writes=not dry_run)
+    refuse_early(settings.model, values, options.recipe_file, options.trust_remote_code)
     if dry_run:
         estimate(settings, options)
         return
     from compressor.pipelines import compress
-    from compressor.report import summary, tables
 
     with started(options) as context:
         record = compress.run(settings, context)
-    lines = [*summary.finding_lines(record), *tables.result_lines(record)]
-    emit(record, options.as_json, lines, tables.block_table(record))
+    emit_result(record, options)
+
+
+def emit_result(record: Record, options: RunOptions) -> None:
+    """The answer of a command that wrote a checkpoint; with --verbose, how it was found above it."""
+    from compressor.report import answer, summary, tables
+
+    details = [*summary.finding_lines(record), *tables.detail_lines(record)] if options.verbose else []
+    table = tables.block_table(record) if options.verbose else None
+    emit(record, options.as_json, [*details, *answer.answer_lines(record)], table)
 
 
 def estimate(settings: recipe.Recipe, options: RunOptions) -> None:
@@ -176,7 +184,7 @@ def profile(
     settings = settings.model_copy(update={"out": values["out"]})  # a recipe's own is where its compressed model goes
     with started(options) as context:
         record = profile.run(settings, models or [], context, write=not options.as_json)
-    emit(record, options.as_json, summary.profile_lines(record), summary.profile_tables(record))
+    emit(record, options.as_json, summary.profile_lines(record, options.verbose), summary.profile_tables(record))
 
 
 @app.command(cls=Command, short_help="measure and search, touch no weights: plan.json")
@@ -188,18 +196,19 @@ def plan(
 ) -> None:
     """Measure and search: write plan.json, touch no weights. Several budgets (--max-dppl 0.5 1 2) or sizes
     (--remove 2% 5% 10%) give the frontier."""
-    refuse_early(values["model"], values, options.recipe_file)
     settings = resolve_job(options, values, writes=False)
+    refuse_early(settings.model, values, options.recipe_file)
     settings.searches()  # several budgets and several sizes are refused here
     from compressor.pipelines import plan
-    from compressor.report import tables
+    from compressor.report import answer, tables
 
     with started(options) as context:
         record = plan.run(settings, plan_out, context)
     if record.frontier:
         emit(record, options.as_json, tables.frontier_lines(record, plan_out), tables.frontier_table(record))
         raise typer.Exit(DONE if any(point.removed for point in record.frontier) else MISSED)
-    emit(record, options.as_json, tables.plan_lines(record, plan_out), tables.block_table(record))
+    table = tables.block_table(record) if options.verbose else None
+    emit(record, options.as_json, answer.plan_lines(record, plan_out, options.verbose), table)
 
 
 @app.command(cls=Command, short_help="fit, patch and save a plan")
@@ -214,14 +223,13 @@ def apply(
     refuse_early(model, values, None, options.trust_remote_code)
     settings = recipe.resolve(None, {"model": model, **values})
     settings.refuse_output()
-    if not plan_file.is_file():
+    if not plan_file.exists():
         raise InputError(f"plan {plan_file} does not exist; make one with `compress plan MODEL --max-dppl 1.0`")
     from compressor.pipelines import apply
-    from compressor.report import tables
 
     with started(options) as context:
         record = apply.run(settings, plan_file, context)
-    emit(record, options.as_json, tables.result_lines(record), tables.block_table(record))
+    emit_result(record, options)
 
 
 @app.command(cls=Command, short_help="train a compressed checkpoint towards its source")
@@ -239,11 +247,10 @@ def heal(
 
     read_record(directory)
     from compressor.pipelines import heal
-    from compressor.report import tables
 
     with started(options) as context:
         record = heal.run(directory, values, source, context)
-    emit(record, options.as_json, tables.result_lines(record), tables.block_table(record))
+    emit_result(record, options)
 
 
 @app.command(cls=Command, short_help="the gate for CI: measure it against its source again")
@@ -407,4 +414,16 @@ def main() -> None:
     # transformers and tokenizers print advice that is not for the user of this command.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    run_and_exit(lambda: app(standalone_mode=False), sys.argv[1:])
+    words = sys.argv[1:]
+    asks = not words and all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+    run_and_exit(ask_and_run if asks else lambda: app(standalone_mode=False), words)
+
+
+def ask_and_run() -> int:
+    """Ask what the job shall be, say how long it takes, and run it if that is wanted."""
+    from compressor.cli import wizard
+
+    words = wizard.ask_job()
+    typer.echo("")
+    app([*words, "--dry-run", "--quiet"], standalone_mode=False)
+    return int(app(words, standalone_mode=False) or DONE) if wizard.confirm(words) else DONE

@@ -74,9 +74,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("model", "max_dppl", "out", "text", "remove", "dry_run", "max_kl", "confidence", "min_saving", *TASKS, *TALK),
         *(*CHOICES, *HEAL, *TOKENS, "seed", *PROBES, *MACHINE, *FILES, *OUTPUT),
     ),
-    "profile": (
-        *("models", "out", "text", "branches", *TOKENS, "seed", *PROBES, *MACHINE, *FILES, *OUTPUT),
-    ),
+    "profile": (*("models", "out", "text", "branches", *TOKENS, "seed", *PROBES, *MACHINE, *FILES, *OUTPUT),),
     "plan": (
         *("model", "max_dppl", "plan_out", "text", "remove", "max_kl", "confidence", "min_saving"),
         *(*CHOICES, *HEAL, *TOKENS, "seed", *MACHINE, "recipe_file", "revision", *RUN),
@@ -211,7 +209,9 @@ def option_type(annotation: Any) -> Any:
     if origin in (Union, UnionType):
         return option_type(next(part for part in parts if part is not type(None)))
     if origin is Annotated:
-        word = parts[0] in (int, float) and any(isinstance(part, BeforeValidator) for part in parts)  # such as 200k or 0.5%
+        word = parts[0] in (int, float) and any(
+            isinstance(part, BeforeValidator) for part in parts
+        )  # such as 200k or 0.5%
         return str if word else option_type(parts[0])
     if origin is list:
         return list[str]

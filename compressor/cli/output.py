@@ -14,8 +14,8 @@ from compressor.runtime.errors import visible
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.segment import Segment
-    from rich.table import Table
 
+    from compressor.report.grid import Grid
     from compressor.report.record_parts import Part
 
 # JSON escapes only the control characters below a space; these command a terminal as well, or cannot be encoded.
@@ -25,18 +25,18 @@ NOT_ASCII = re.compile("[\x7f-\U0010ffff]")
 
 
 class EscapedTable:
-    """A table in whose cells control characters are escaped."""
+    """A table as wide as the terminal, in whose cells control characters are escaped."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Grid) -> None:
         self.table = table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        for segment in console.render(self.table, options):
+        for segment in console.render(self.table.fitted(options.max_width), options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
 
 def emit(
-    record: Part, as_json: bool, lines: list[str], table: Table | list[Table] | None, *, without: str | None = None
+    record: Part, as_json: bool, lines: list[str], table: Grid | list[Grid] | None, *, without: str | None = None
 ) -> None:
     """Print the record as JSON, or the tables and the lines. Of several processes only the first prints.
 
@@ -62,7 +62,9 @@ def emit(
         console.print(EscapedTable(part))
         console.print()
     for line in lines:
-        console.print(escape_line(line), markup=False, soft_wrap=True)
+        # Sentences are broken between words; a command, which is indented, stays whole, so that it can be copied.
+        whole = line.startswith(" ") or not sys.stdout.isatty()
+        console.print(escape_line(line), markup=False, soft_wrap=whole)
 
 
 def is_utf8(stream: TextIO) -> bool:

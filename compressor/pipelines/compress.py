@@ -102,7 +102,6 @@ def finish(
 ) -> Record:
     """Measure the speed, patch for good, assess the patched model against its source, complete the record, and write
     everything."""
-    job.context.progress.enter(WRITE)
     blocks, windows = find_branches(job.model), job.text.verification.windows
     identity = identify_patched(job.model, fits)
     first = distributed.rank() == 0
@@ -115,6 +114,7 @@ def finish(
     assessment = evaluator.assess(source, compressed, job.model, identity, task_looks)
     assert count_parameters(job.model) == record.parameters.after
 
+    job.context.progress.enter(WRITE)
     timings = job.timings()
     if speed.prefill_before:
         tokens = sum(getattr(job.text, name).tokens for name in SPLITS)

@@ -57,9 +57,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the job, as the user sees it, and the names under which a record has its seconds (`timings`)."""
+    """One step of the job, what the user reads of it, and the names under which a record has its seconds (`timings`)."""
 
     name: str
+    title: str
     timings: tuple[str, ...]
     work: tuple[Work, ...]
     kept: str | None = None  # what takes the step's place when it is in the cache: see `find_kept`
@@ -67,10 +68,11 @@ class Step:
 
 SPEED_CALLS = 2 * (LEAST_PAIRS + 1)  # of each model's prefill, and of its decoding, when the two are timed
 STEPS = (
-    Step("load the model", (), (Work("seconds", "opening", 1, 1),)),
-    Step("let it write its text", (STEP,), (Work("seconds", "writing", 0.3, 1.2),), kept="text"),
-    Step("measure the original", ("source",), (Work("forward", "verification", 1, 1),), kept="source"),
+    Step("load", "load the model", (), (Work("seconds", "opening", 1, 1),)),
+    Step("text", "let it write its text", (STEP,), (Work("seconds", "writing", 0.3, 1.2),), kept="text"),
+    Step("source", "measure the original", ("source",), (Work("forward", "verification", 1, 1),), kept="source"),
     Step(
+        "measure",
         "measure every block",
         ("measure", "survey"),
         (
@@ -80,14 +82,27 @@ STEPS = (
         ),
         kept="statistics",
     ),
-    Step("find out what errors cost", ("gradients",), (Work("backward", "gradients", 1, 1),), kept="statistics"),
     Step(
+        "gradients",
+        "find out what errors cost",
+        ("gradients",),
+        (Work("backward", "gradients", 1, 1),),
+        kept="statistics",
+    ),
+    Step(
+        "agreement",
         "try blocks one at a time",
         ("agreement", "swap", "together"),
         (Work("forward", "replaced_alone", 0.6, 0.9), Work("inverse", "blocks", 1, 3)),
     ),
-    Step("search for a plan", ("search",), (Work("forward", "selection", 3, 7), Work("inverse", "blocks", 1, 4))),
     Step(
+        "search",
+        "search for a plan",
+        ("search",),
+        (Work("forward", "selection", 3, 7), Work("inverse", "blocks", 1, 4)),
+    ),
+    Step(
+        "compensate",
         "fit the plan in order",
         ("compensate",),
         (
@@ -96,12 +111,18 @@ STEPS = (
             Work("inverse", "blocks", 1, 5),
         ),
     ),
-    Step("train towards the original", ("heal", "heal trial"), (Work("seconds", "healing", 1.2, 2.6),)),
-    Step("verify on text kept aside", ("verify",), (Work("forward", "verification", 1.3, 3),)),
-    Step("probe the blocks", ("probe", "cross"), (Work("forward", "probed", 2, 6),)),
-    Step("score the tasks", ("source *", "compressed *", "block *"), (Work("forward", "requested", 2, 2.4),)),
-    Step("compare what both write", ("source writes", "compressed writes", "compressed agrees"), (Work("decode", "written", 2, 2.3),)),
+    Step("heal", "train towards the original", ("heal", "heal trial"), (Work("seconds", "healing", 1.2, 2.6),)),
+    Step("verify", "verify on text kept aside", ("verify",), (Work("forward", "verification", 1.3, 3),)),
+    Step("probes", "probe the blocks", ("probe", "cross"), (Work("forward", "probed", 2, 6),)),
+    Step("tasks", "score the tasks", ("source *", "compressed *", "block *"), (Work("forward", "requested", 2, 2.4),)),
     Step(
+        "texts",
+        "compare what both write",
+        ("source writes", "compressed writes", "compressed agrees"),
+        (Work("decode", "written", 2, 2.3),),
+    ),
+    Step(
+        "write",
         "write the result",
         (),
         (
@@ -139,6 +160,7 @@ class StepCost:
     """The seconds that a step may take. One whose result is in the cache takes none."""
 
     name: str
+    title: str
     least: float
     most: float
     kept: bool
@@ -205,7 +227,7 @@ def add_up(
             low, high = rates.of(work.kind)
             amount = quantities[work.quantity] / (processes if work.quantity in SHARED else 1)
             least, most = least + work.least * amount * low, most + work.most * amount * high
-        costs.append(StepCost(step.name, least, most, done))
+        costs.append(StepCost(step.name, step.title, least, most, done))
     return costs
 
 

@@ -113,7 +113,7 @@ def run(recipe: Recipe, context: RunContext) -> DryRunRecord:
         out=None if out is None else str(out),
         processes=distributed.size(),
         seconds=total_seconds(costs),
-        steps=[StepEstimate(name=c.name, expected=c.seconds, least=c.least, most=c.most, kept=c.kept) for c in costs],
+        steps=[StepEstimate(**asdict(cost), expected=cost.seconds) for cost in costs],
         rates=asdict(rates),
         resources=describe_resources(job, store, stored, "statistics" in kept),
         size=size,

@@ -26,7 +26,14 @@ from compressor.models.branches import BRANCHES
 from compressor.plan.choices import BlockRange, Choices, Signal, check_branch, check_kind, resolve_choices
 from compressor.plan.shapes import KINDS
 from compressor.runtime.errors import InputError
-from compressor.runtime.names import CALIBRATION_TOKENS, DTYPES, RECORD, SELECTION_TOKENS, VERIFICATION_TOKENS, split_name
+from compressor.runtime.names import (
+    CALIBRATION_TOKENS,
+    DTYPES,
+    RECORD,
+    SELECTION_TOKENS,
+    VERIFICATION_TOKENS,
+    split_name,
+)
 from compressor.runtime.outputs import refuse_output
 from compressor.runtime.safe_files import parse_yaml, read_named
 
@@ -147,7 +154,8 @@ class Recipe(BaseModel):
         default=0.95, description="of the interval's upper end; 0 = point estimate"
     )
     min_saving: Share = Field(
-        default=0.5, description="least share of the parameters that is worth having, in %; a budget that buys less fails"
+        default=0.5,
+        description="least share of the parameters that is worth having, in %; a budget that buys less fails",
     )
     objective: Literal["speed", "size"] = Field(
         default="speed",

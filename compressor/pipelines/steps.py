@@ -31,27 +31,25 @@ class Stage:
     costs: Mapping[str, float] = field(default_factory=dict)
 
 
-HALF_OF_BOTH = {"score the tasks": 0.5, "compare what both write": 0.5}
-OPEN = Stage("load the model and its text", (LOAD, STEP), {"load the model": 1, "let it write its text": 1})
-ORIGINAL = Stage("measure the original", ("source", "source *"), {"measure the original": 1, **HALF_OF_BOTH})
-BLOCKS = Stage("measure every block", ("measure", "survey"), {"measure every block": 1})
-ERRORS = Stage("find out what errors cost", ("gradients",), {"find out what errors cost": 1})
+HALF_OF_BOTH = {"tasks": 0.5, "texts": 0.5}
+OPEN = Stage("load the model and its text", (LOAD, STEP), {"load": 1, "text": 1})
+ORIGINAL = Stage("measure the original", ("source", "source *"), {"source": 1, **HALF_OF_BOTH})
+BLOCKS = Stage("measure every block", ("measure", "survey"), {"measure": 1})
+ERRORS = Stage("find out what errors cost", ("gradients",), {"gradients": 1})
 ALONE = Stage(
     "try blocks one at a time",
     ("agreement", "swap", "together", "probe", "cross"),
-    {"try blocks one at a time": 1, "probe the blocks": 1},
+    {"agreement": 1, "probes": 1},
 )
-SEARCH = Stage(
-    "search for a plan", ("search", "compensate"), {"search for a plan": 1, "fit the plan in order": 1}
-)
+SEARCH = Stage("search for a plan", ("search", "compensate"), {"search": 1, "compensate": 1})
 FIT = Stage("fit the plan", ("measure", "survey", "gradients", "agreement", "search", "compensate"))
-HEAL = Stage("train towards the original", ("heal", "heal trial"), {"train towards the original": 1})
+HEAL = Stage("train towards the original", ("heal", "heal trial"), {"heal": 1})
 VERIFY = Stage(
     "verify on text kept aside",
     ("verify", "compressed", "compressed *", "block *"),
-    {"verify on text kept aside": 1, **HALF_OF_BOTH},
+    {"verify": 1, **HALF_OF_BOTH},
 )
-END = Stage("write the result", (WRITE,), {"write the result": 1})
+END = Stage("write the result", (WRITE,), {"write": 1})
 COMMANDS = {
     "compress": (OPEN, ERRORS, BLOCKS, ORIGINAL, ALONE, SEARCH, HEAL, VERIFY, END),
     "plan": (OPEN, ERRORS, BLOCKS, replace(ORIGINAL, bars=("verify",)), ALONE, SEARCH, HEAL),
@@ -73,7 +71,9 @@ def weigh_steps(command: str, job: Job, store: MomentsStore | None = None) -> li
     kept = find_kept(store, job.evaluator()) if store is not None else []
     documents = sum(task.documents for task in job.tasks)
     quantities = count_quantities(job, REQUEST_TOKENS * documents, opening=0.0, stored=0)
-    costs = {cost.name: cost.seconds for cost in add_up(quantities, assumed_rates(job, store), kept, distributed.size())}
+    costs = {
+        cost.name: cost.seconds for cost in add_up(quantities, assumed_rates(job, store), kept, distributed.size())
+    }
     stages = {stage.title: stage for stage in COMMANDS[command]}
     return [
         replace(step, work=sum(share * costs[name] for name, share in stages[step.title].costs.items()))

@@ -323,7 +323,7 @@ def search_text(planner: Planner, evaluator: Evaluator, source: Measured, looks:
     After a plan that is over the budget, the search runs again with a smaller budget; after one that leaves much of it,
     with a larger one.
     """
-    say = planner.progress.say
+    say = planner.progress.note
     best: tuple[Plan, Measured, float] | None = None
     refusal: BudgetError | None = None
     budget_factor, refused, ceiling = AIMED_SHARE, math.inf, math.inf

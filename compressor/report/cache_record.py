@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
+from compressor.report.grid import Grid
 from compressor.report.record_parts import Count, Part
 from compressor.runtime.resources import format_bytes
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 class CacheGroup(Part):
@@ -45,16 +41,11 @@ class CacheRecord(Part):
     pruned: PrunedEntries | None = Field(default=None)
 
 
-def cache_tables(record: CacheRecord) -> list[Table]:
+def cache_tables(record: CacheRecord) -> list[Grid]:
     """One table of the kinds of measurement, one of the models."""
-    from rich.table import Table
-
     tables = []
     for title, groups in (("measurement", record.kinds), ("model", record.models)) if record.entries else ():
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column(title)
-        for column in ("entries", "size", "last used"):
-            table.add_column(column, justify="right")
+        table = Grid((title, "entries", "size", "last used"), left=(title,), optional=("entries",))
         for group in groups:
             size = format_bytes(group.bytes)
             table.add_row(group.name, f"{group.entries:,}", size, as_words(group.newest_use))

@@ -37,6 +37,7 @@ class StepEstimate(SecondsRange):
     """One step of the job; `kept` where what it measures is in the cache, so that it takes no time."""
 
     name: str
+    title: str
     kept: bool
 
 
@@ -143,8 +144,7 @@ def step_words(steps: Sequence[StepEstimate]) -> str:
     """The steps that take longest, the others together, and what was measured before."""
     whole = sum(step.expected for step in steps)
     shown = [step for step in steps if step.expected > LEAST_SHOWN * whole]
-    words = [f"{step.name} {duration(step.expected)}" for step in shown]
+    words = [f"{step.title} {duration(step.expected)}" for step in shown]
     rest = whole - sum(step.expected for step in shown)
-    kept = [f"{step.name} measured before" for step in steps if step.kept]
+    kept = [f"{step.title} (kept from before)" for step in steps if step.kept]
     return ", ".join([*words, *([f"the rest {duration(rest)}"] if rest > 0 else []), *kept])
-

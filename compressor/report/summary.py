@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.table import Table
-
 from compressor.report.formats import (
     MISSING,
     block_numbers,
@@ -18,9 +16,10 @@ from compressor.report.formats import (
     percent,
     ridge_differs,
 )
+from compressor.report.grid import Grid
 from compressor.report.record import ProfileSet, Record, by_verdict, profiles_of
 from compressor.report.record_parts import ATTENTION, Block, CrossSummary, Probes, Shape, Together, present
-from compressor.report.tables import make_table, notes, warning_lines
+from compressor.report.tables import notes, warning_lines
 from compressor.runtime.figures import count, signed, signed_interval
 
 
@@ -145,8 +144,8 @@ def cross_line(cross: CrossSummary) -> str:
     )
 
 
-def profile_lines(record: Record | ProfileSet) -> list[str]:
-    """Everything under the tables."""
+def profile_lines(record: Record | ProfileSet, verbose: bool = False) -> list[str]:
+    """Everything under the tables: the answer last; `verbose` adds what stands out."""
     lines = []
     profiles = profiles_of(record)
     for profile in profiles:
@@ -161,17 +160,17 @@ def profile_lines(record: Record | ProfileSet) -> list[str]:
             *([f"{last_part(profile.source.model)}:"] if len(profiles) > 1 else []),
             *notes(profile),
             *warning_lines(profile),
-            *finding_lines(profile),
-            *answer(profile),
+            *(finding_lines(profile) if verbose else []),
             f"{where}; text {present(text.calibration).source}",
-            f"took {profile.timings['total']:.0f} s" + (f" ({stages})" if stages else ""),
+            f"took {profile.timings['total']:.0f} s" + (f" ({stages})" if stages and verbose else ""),
+            *answer(profile),
         ]
     if record.out is not None:
         lines.append(f"written to {record.out}: report.html, figures, profile.json, profile.csv, ladder.csv")
     return lines
 
 
-def profile_tables(record: Record | ProfileSet) -> list[Table]:
+def profile_tables(record: Record | ProfileSet) -> list[Grid]:
     """One table per model, and one of its attention: a line per block."""
     profiles = profiles_of(record)
     tables = []
@@ -183,13 +182,13 @@ def profile_tables(record: Record | ProfileSet) -> list[Table]:
     return tables
 
 
-def profile_table(blocks: Sequence[Block], title: str | None) -> Table:
+def profile_table(blocks: Sequence[Block], title: str | None) -> Grid:
     swapped = any(block.swap for block in blocks)
-    cost = ["ΔPPL alone", "95 % interval"] if swapped else ["predicted nats"]
+    cost = ["ΔPPL alone", "ΔPPL interval"] if swapped else ["predicted nats"]
     ridge = ridge_differs(blocks)
     linearity = [
         "R²_lin",
-        "95 % interval",
+        "R² interval",
         *(["best ridge"] if ridge else []),
         "stream",
         "median",
@@ -197,7 +196,9 @@ def profile_table(blocks: Sequence[Block], title: str | None) -> Table:
         "rank 99 %",
         "condition",
     ]
-    table = make_table(["block", *linearity, *cost, "verdict"], left=["verdict"], title=title)
+    narrow = ("condition", "rank 99 %", "median", "eff. rank", "ΔPPL interval", "R² interval")
+    columns = ["block", *linearity, *cost, "verdict"]
+    table = Grid(columns, left=["verdict"], optional=[name for name in narrow if name in columns], title=title)
     for block in blocks:
         if swap := block.swap:
             cost = [signed(swap.delta, ".2f"), signed_interval(*swap.delta_ci95, ".2f")]

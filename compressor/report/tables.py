@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from rich.table import Table
-from rich.text import Text as Styled
 
 from compressor.report.export_record import ExportRecord, PushRecord
 from compressor.report.fidelity import Fidelity, format_ends, format_nats, format_share, format_shares
@@ -25,6 +22,7 @@ from compressor.report.formats import (
     ratio_interval,
     say_limit,
 )
+from compressor.report.grid import Grid
 from compressor.report.healing import healing_lines
 from compressor.report.record import Record, SavedRecord, by_verdict
 from compressor.report.record_parts import (
@@ -47,18 +45,10 @@ HEAL_COLUMN = "to be healed on"  # tokens
 COLOURS = {"FAILED": "bold red", "passed": "green"}
 
 
-def make_table(columns: Iterable[str], left: Iterable[str], title: str | None = None) -> Table:
-    """An empty table without lines; the columns named in `left` are words, the others numbers."""
-    table = Table(box=None, pad_edge=False, header_style="bold", title=title and Styled(title), title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
-    return table
-
-
-def block_table(record: Record) -> Table:
+def block_table(record: Record) -> Grid:
     """One line per FFN and per attention that changed: how linear it is, its verdict, and what stands there now."""
-    columns = ("block", "R²_lin", "95 % interval", "stream R²", "top rows", "verdict", "replacement", "parameters")
-    table = make_table(columns, left=("verdict", "replacement"))
+    columns = ("block", "R²_lin", "95 % interval", "stream R²", "top rows", "verdict", "now", "parameters", "fewer")
+    table = Grid(columns, left=("verdict", "now"), optional=("top rows", "95 % interval", "stream R²", "fewer"))
     for block in record.listed:
         before, after = block.params_before, block.params_after
         table.add_row(
@@ -69,7 +59,8 @@ def block_table(record: Record) -> Table:
             f"{block.top_row_share:.0%}",
             name_verdict(block.verdict),
             name_replacement(block.replacement),
-            f"{before:,}" if after == before else f"{before:,} → {after:,} ({before / after:.1f}×)",
+            f"{before:,}" if after == before else f"{before:,} → {after:,}",
+            "" if after == before else f"{before / after:.1f}×",
             style="green" if after != before else "yellow" if block.verdict == "unsafe" else "",
         )
     return table
@@ -192,18 +183,17 @@ def breakdown_lines(record: Record) -> list[str]:
     ]
 
 
-def check_table(record: Record) -> Table:
+def check_table(record: Record) -> Grid:
     """One line per text, task and figure of the baseline: what was measured, and what was promised."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("check", "source", "compressed", "change", "95 % interval", "limit", "verdict"):
-        table.add_column(name, justify="left" if name in ("check", "verdict") else "right", overflow="fold")
+    columns = ("check", "source", "compressed", "change", "95 % interval", "limit", "verdict")
+    table = Grid(columns, left=("check", "verdict"), optional=("95 % interval", "change"))
     rows = [text_row(name, text) for name, text in record.texts.items()]
     rows += [row for name, text in record.texts.items() for row in fidelity_rows(name, text.fidelity)]
     rows += [task_row(name, task) for name, task in record.tasks.items()]
     rows += [size_row(check, record.parameters) for check in record.checks if check.name == SIZE_CHECK]
     rows += [baseline_row(check) for check in record.checks if check.name.startswith("baseline ")]
     for row in rows:
-        table.add_row(*map(Styled, row), style=COLOURS.get(row[-1], ""))
+        table.add_row(*row, style=COLOURS.get(row[-1], ""))
     return table
 
 
@@ -256,21 +246,12 @@ def baseline_row(check: Check) -> list[str]:
     return [check.name, *figures, "", "", limit, name_outcome(check.passed)]
 
 
-def plan_lines(record: Record, file: Path) -> list[str]:
-    selection = [f"selection {name}: {perplexity_line(change)}" for name, change in record.selection.items()]
-    selection += [f"selection {name}: {text.fidelity}" for name, text in record.selection.items() if text.fidelity]
-    size = parameters_line(record.parameters, record.budget)
-    about = [*notes(record), *attention_lines(record), *warning_lines(record), *agreement_lines(record)]
-    return [*about, *selection, size, f"plan: {file}"]
-
-
-def frontier_table(record: Record) -> Table:
+def frontier_table(record: Record) -> Grid:
     """One line per budget or size: what is removed, and what it costs on the selection text."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
     asked = "at least" if any(point.remove for point in record.frontier) else "budget"
     healed = [HEAL_COLUMN] if any(point.heal for point in record.frontier) else []
-    for name in (asked, *healed, "removed", "parameters", "FLOPs per token", "ΔPPL", "95 % interval", "blocks", "plan"):
-        table.add_column(name, justify="left" if name == "plan" else "right")
+    columns = (asked, *healed, "removed", "parameters", "FLOPs per token", "ΔPPL", "95 % interval", "blocks", "plan")
+    table = Grid(columns, left=("plan",), optional=("blocks", "FLOPs per token", "95 % interval"))
     for point in record.frontier:
         if not point.removed:
             table.add_row(point.asked, *["·" for _ in healed], "0", "·", "·", "·", "·", "0", "nothing fits")
@@ -305,13 +286,11 @@ def frontier_lines(record: Record, file: Path) -> list[str]:
     return [*agreement_lines(record), f"{where}; {note}", f"written: {', '.join([str(file), *record.figures])}"]
 
 
-def result_lines(record: Record) -> list[str]:
-    """What a run of the whole job came to."""
-    figures = [*text_lines(record), *task_lines(record), *generation_lines(record), *breakdown_lines(record)]
-    size = [*healing_lines(record.healing), *size_lines(record), *speed_lines(record)]
-    done = [time_line(record.timings), f"written to {record.out}"]
-    about = [*notes(record), *attention_lines(record), *agreement_lines(record), *warning_lines(record)]
-    return [*about, *figures, *size, *done]
+def detail_lines(record: Record) -> list[str]:
+    """What a run found out on the way, for those who want to know: `--verbose` prints it above the answer."""
+    about = [*notes(record), *attention_lines(record), *agreement_lines(record)]
+    figures = [*text_lines(record), *generation_lines(record), *breakdown_lines(record)]
+    return [*about, *figures, *size_lines(record), *speed_lines(record), time_line(record.timings), ""]
 
 
 def warning_lines(record: Record) -> list[str]:
@@ -373,7 +352,6 @@ def check_lines(record: Record) -> list[str]:
     return [
         f"{where}; {held} must be inside the limit",
         *generation_lines(record),
-        *breakdown_lines(record),
         *replaced_lines(record.replaced, record.replaced_attention),
         *size_lines(record),
         *warning_lines(record),
@@ -456,13 +434,11 @@ def export_lines(record: ExportRecord) -> list[str]:
     return lines
 
 
-def push_table(record: PushRecord) -> Table:
+def push_table(record: PushRecord) -> Grid:
     """Every file with its size."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("file", overflow="fold")
-    table.add_column("bytes", justify="right", no_wrap=True)
+    table = Grid(("file", "bytes"), left=("file",))
     for file in record.files:
-        table.add_row(Styled(file.path), f"{file.bytes:,}")
+        table.add_row(file.path, f"{file.bytes:,}")
     return table
 
 

@@ -137,7 +137,7 @@ class Progress:
     def say(self, line: str) -> None:
         """Print one line; control characters are escaped."""
         self.last_line = time.monotonic()
-        self.console.print(escape(line).replace("\n", " "), markup=False, soft_wrap=True)
+        self.console.print(escape(line).replace("\n", " "), markup=False, soft_wrap=not sys.stderr.isatty())
 
     def note(self, line: str) -> None:
         """Print a line that only a verbose command shows."""

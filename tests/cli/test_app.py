@@ -191,13 +191,76 @@ def test_json_is_alone_on_stdout_and_a_second_run_is_identical(
 def test_table_names_every_block_and_the_result(
     compress: Compress, models: Path, options: list[str], tmp_path: Path
 ) -> None:
-    done = compress("run", models / "llama", *options, "--max-dppl", "5%", "--out", tmp_path / "small")
+    words = ("run", models / "llama", *options, "--max-dppl", "5%", "--out", tmp_path / "small", "--overwrite")
+    done = compress(*words, "--verbose")
     assert done.code == 0
     record = read_record(tmp_path / "small")
     assert re.findall(r"(?m)^ +(\d) +\d\.\d{3} ", done.out) == ["0", "1", "2"]
     assert f"perplexity {record['perplexity']['baseline']:.3f} → " in done.out
-    assert done.out.endswith(f"written to {tmp_path / 'small'}\n")
     assert done.errors == []
+    plain = compress(*words)
+    assert done.out.endswith(plain.out.partition(" smaller")[2].rpartition(" in ")[2])  # both end with the same answer
+    assert not re.findall(r"(?m)^ +(\d) +\d\.\d{3} ", plain.out)
+
+
+def test_the_answer_comes_last_and_says_what_to_do_next(
+    compress: Compress, models: Path, options: list[str], tmp_path: Path
+) -> None:
+    done = compress(models / "llama", *options, "--max-dppl", "5%", "-o", tmp_path / "small")
+    assert done.code == 0, done.err
+    record, lines = read_record(tmp_path / "small"), done.out.splitlines()
+    sizes, change = record["parameters"], record["perplexity"]
+    share = f"{100 * sizes['removed_fraction']:.1f} % smaller: "
+    assert lines[0].startswith(f"{share}{sizes['before']:,} → {sizes['after']:,} parameters, ")
+    assert f"{change['baseline']:.3f} → {change['compressed']:.3f}" in lines[1]
+    assert f"inside the budget of +{record['budget']['max_dppl']:.3f} (5 % of" in lines[1]
+    after = lines[lines.index("next:") + 1 :]
+    assert [line.split()[0] for line in after[::2]] == ["xdg-open", "compress", "compress"]
+    assert f"compress check {tmp_path / 'small'}" in done.out
+    for line in after[2::2]:  # the commands are commands: they can be parsed, and what they name is there
+        assert compress(*line.split()[1:], "--help").code == 0
+    assert (tmp_path / "small" / "report.html").is_file()
+
+
+def test_progress_numbers_its_steps(compress: Compress, models: Path, options: list[str], tmp_path: Path) -> None:
+    words = (models / "llama", *options, "--max-dppl", "5%", "--cache", tmp_path / "cache")
+    done = compress(*words, "--out", tmp_path / "a")
+    numbers = [int(number) for number in re.findall(r"(?m)^\[(\d)/8\] ", done.err)]
+    assert set(numbers) == set(range(1, 9))
+    assert (numbers[0], numbers[-1]) == (1, 8)
+    assert "[3/8] measure every block: " in done.err
+    for riddle in ("survey", "agreement", "together", "swap", "tried"):
+        assert riddle not in done.err
+    loud = compress(*words, "--out", tmp_path / "b", "-v")
+    assert "tried" in loud.err
+    assert "measured before" in loud.err
+    quiet = compress(*words, "--out", tmp_path / "c", "-q")
+    assert (quiet.err, quiet.code) == ("", 0)
+
+
+def test_a_budget_that_buys_next_to_nothing(
+    compress: Compress, models: Path, options: list[str], tmp_path: Path
+) -> None:
+    words = (models / "llama", *options, "--max-dppl", "5%", "--cache", tmp_path / "cache", "--out", tmp_path / "small")
+    done = compress(*words, "--min-saving", "90%")
+    assert done.code == 1
+    assert done.errors[0].startswith("error: not worth it: the budget 5% buys ")
+    assert "less than --min-saving 90%" in done.errors[0]
+    assert not (tmp_path / "small").exists()
+    near = compress(*words, "--min-saving", "30")
+    assert near.code == 1
+    asked = re.search(r"--max-dppl ([\d.]+)% may buy that", near.errors[0])
+    assert asked is not None
+    assert float(asked[1]) > 5
+    assert compress(*words, "--min-saving", "0").code == 0
+
+
+def test_a_budget_that_buys_nothing_names_one_that_may(
+    compress: Compress, models: Path, options: list[str], tmp_path: Path
+) -> None:
+    done = compress("plan", models / "llama", *options, "--max-dppl", "0.000001", "--out", tmp_path / "plan.json")
+    assert done.code == 1
+    assert re.search(r"; --max-dppl [\d.e-]+ may buy 0\.5 % of the parameters; nothing written$", done.errors[0])
     assert "load " in done.err
 
 

@@ -218,7 +218,7 @@ def test_budget_is_not_a_number(whole: Refused, value: str) -> None:
 @pytest.mark.parametrize("value", ["-1", "0", "nan", "inf", "-0.02"])
 def test_divergence_out_of_range(whole: Refused, value: str) -> None:
     message = whole(f"--max-kl={value}")
-    assert f"--max-kl must be positive and finite, got {float(value)}; try --max-kl 0.02" in message
+    assert f"--max-kl must be positive and finite, got {value}; try --max-kl 0.02" in message
 
 
 @pytest.mark.parametrize("value", ["much", "1,0", "2%", ""])
@@ -250,9 +250,9 @@ def test_budget_is_missing(refused: Refused, models: Path, options: list[str], c
         ("--batch-size", "0", "batch_size"),
         ("--seed", "-1", "seed"),
         ("--seed", "99999999999999999999999", "seed"),
-        ("--device", "gpu", "unknown device 'gpu'"),
+        ("--device", "gpu", "--device gpu is not known; use auto, cpu, cuda"),
         ("--device", "cuda:99", "device 'cuda:99' is not available here"),
-        ("--dtype", "int8", "unknown dtype 'int8'"),
+        ("--dtype", "int8", "--dtype int8 is not known; use auto, float32"),
         ("--revision", "main", "revision 'main' needs a hub id"),
     ],
 )
@@ -278,9 +278,10 @@ def test_unusable_value(whole: Refused, option: str, value: str, says: str) -> N
         ("--rank-by", "luck", "rank_by: Input should be 'damage', 'r2' or 'stream', got 'luck'"),
     ],
 )
-def test_unusable_choice(whole: Refused, option: str, value: str, says: str) -> None:
-    """Refused before the text is looked at, which is not there."""
-    assert says in whole(f"{option}={value}", "--text", "nowhere.txt")
+def test_unusable_choice(whole: Refused, tmp_path: Path, option: str, value: str, says: str) -> None:
+    """Refused before the text is read, which is empty."""
+    (tmp_path / "empty.txt").touch()
+    assert says in whole(f"{option}={value}", "--text", tmp_path / "empty.txt")
 
 
 def test_choices_that_leave_nothing(whole: Refused) -> None:
@@ -289,8 +290,28 @@ def test_choices_that_leave_nothing(whole: Refused) -> None:
 
 def test_unknown_option(whole: Refused) -> None:
     message = whole("--max-ddpl", "1")
-    assert "--max-ddpl" in message
-    assert "see compress --help" in message
+    assert "there is no option --max-ddpl; did you mean --max-dppl" in message
+    assert message.endswith("See compress MODEL --help")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["profil", "demo"], "there is no command 'profil'; did you mean compress profile?"),
+        (["chekc", "DIR", "--max-dppl", "1"], "there is no command 'chekc'; did you mean compress check?"),
+        (["check", "--sorce", "x"], "there is no option --sorce; did you mean --source? See compress check --help"),
+        (["check"], "missing argument 'DIR'; see compress check --help"),
+        (["profile", "demo", "--frobnicate"], "there is no option --frobnicate; see compress profile --help"),
+    ],
+)
+def test_a_mistyped_word_names_what_was_meant(refused: Refused, words: list[str], says: str) -> None:
+    assert says in refused(*words)
+
+
+def test_a_model_that_is_called_like_a_command(refused: Refused, models: Path, tmp_path: Path) -> None:
+    """A directory of that name is there to be compressed."""
+    (tmp_path / "profil").mkdir()
+    assert "has no config.json" in refused(tmp_path / "profil", "--max-dppl", "1", "--out", "out", "--text", "demo")
 
 
 def test_surplus_argument(whole: Refused) -> None:
