@@ -57,7 +57,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the job, what the user reads of it, and the names under which a record has its seconds (`timings`)."""
+    """One step of the job, what the user reads of it, and the names of its seconds in a record's `timings`."""
 
     name: str
     title: str

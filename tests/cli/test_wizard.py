@@ -1,4 +1,4 @@
-"""`compress` alone on a terminal: it asks, shows the command and the time, and runs it; elsewhere it prints the help."""
+"""`compress` alone on a terminal: it asks, shows the command and the time, and runs it; elsewhere it prints help."""
 
 from __future__ import annotations
 
