@@ -136,7 +136,7 @@ def profile_values(blocks: int = 30) -> Values:
     values = common(blocks)
     probe = {
         "rank": 8,
-        "criterion": "L-BFGS gains less than 1e-5",
+        "criterion": "L-BFGS gains less than 0.001",
         "pearson": 0.4,
         "mean_gain": 0.02,
         "largest_gain": 0.1,

@@ -452,7 +452,7 @@ def test_the_answer_has_the_budget_of_every_text() -> None:
 def test_a_percentage_that_was_asked_is_said_with_its_number() -> None:
     values = assessment_values()
     for budget in (values["budget"], values["texts"]["text"]):
-        budget |= {"asked": "5%", "max_dppl": 1.3865}
+        budget |= {"asked": "5%", "max_dppl": 1.3864}
     assert "inside the budget of +1.386 (5 % of 27.730)." in read(values).text("p")
 
 
