@@ -12,7 +12,7 @@ from compressor.evaluate.perplexity import PerplexityChange
 from compressor.measure.gradients import Damage
 from compressor.measure.profile import BlockProfile, Profile
 from compressor.models.branches import BranchIndex
-from compressor.runtime.figures import signed, signed_interval
+from compressor.runtime.figures import figure, signed, signed_interval
 
 SAFE_NATS = USUAL_NATS  # without a budget, a block is safe when its linear map costs less than this
 EXPECTED_FACTOR = 2.0  # a measured cost of up to this many times the prediction confirms the prediction
@@ -45,8 +45,8 @@ def judge(
     if stream < whole - OUTLIER_GAP:
         return Verdict(
             "unsafe",
-            f"outlier rows: {name} {whole:.2f} falls to {stream:.2f} when rows count as the next norm sees them "
-            f"({locate_variance(profile)}, effective rank {profile.effective_rank:.1f}){alone}",
+            f"outlier rows: {name} {figure(whole, '.2f')} falls to {figure(stream, '.2f')} when rows count as the "
+            f"next norm sees them ({locate_variance(profile)}, effective rank {profile.effective_rank:.1f}){alone}",
         )
     confirmed = measured is not None and rise_in_nats(measured) <= EXPECTED_FACTOR * damage.linear
     if damage.factorised > 1 and damage.factorised > 10 * damage.linear and not confirmed:

@@ -242,7 +242,7 @@ def list_other_replacements(recorded: Record | SavedRecord, now: Record) -> list
     found = {b.path: b.replacement for b in (*now.replaced, *now.replaced_attention)}
     words = {path: [name_kept(of.get(path)) for of in (found, entries)] for path in (*entries, *found)}
     return [
-        f"{path} is {is_now} in the checkpoint, {then} in its record"
+        f"{path}: {is_now} in the checkpoint, {then} in its record"
         for path, (is_now, then) in words.items()
         if is_now != then
     ]

@@ -220,7 +220,7 @@ def describe_probes(study: Study) -> dict[str, Any]:
         probes["bilinear"] = parts.BilinearProbe(
             rank=BILINEAR_RANK,
             criterion=f"in {ROUND} iterations of L-BFGS the share of variance explained grew by less than "
-            f"{least:g}, or than {of_it:g} of itself",
+            f"{least:.5f}, or than {of_it:g} of itself",
             pearson=pearson(left, gains),
             mean_gain=statistics.fmean(gains),
             largest_gain=max(gains),

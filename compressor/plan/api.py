@@ -115,7 +115,7 @@ def refuse_unfit(store: MomentsStore, index: BranchIndex, shape: Shape) -> None:
         known = f"{units.count} {name}" if units else f"no {name} that are known"
         raise InputError(f"the plan keeps {shape.neurons} {name} in block {index}, which has {known}")
     if block.is_attention and shape.neurons and (shape.rank is None or shape.neurons == units.count):  # type: ignore[union-attr]
-        raise InputError(f"the plan's {index} {describe_shape(index, shape)}: name fewer heads, and a low rank")
+        raise InputError(f"the plan {describe_shape(index, shape)} in {index}: name fewer heads, and a low rank")
     if store.is_anchored(index) and not shape.neurons:
         raise InputError(
             f"the plan takes all heads from {index}, but caches ask this layer for their length; keep a head there"

@@ -21,6 +21,7 @@ from compressor.plan.candidates import BlockCandidates
 from compressor.plan.choices import ANYTHING, Choices
 from compressor.plan.frontier import FORMS, Candidate, form_of
 from compressor.plan.shapes import KINDS
+from compressor.runtime.figures import figure
 
 USUAL_FACTORS = (0.25, 4.0)  # the smallest and the largest ratio of measured and predicted cost that neighbours show
 LEAST_FACTOR = 0.01  # a block that measured as free still costs something
@@ -230,7 +231,8 @@ def calibrate(
         where = f" on text {name}" if len(points) > 1 else ""
         progress.note(
             f"predicted against measured cost of {len(calibration.points)} blocks{where}: rank correlation "
-            f"{calibration.kl_correlation:.2f} with the divergence, {calibration.correlation:.2f} with Δloss"
+            f"{figure(calibration.kl_correlation, '.2f')} with the divergence, "
+            f"{figure(calibration.correlation, '.2f')} with Δloss"
         )
     return calibrations, overflowing
 

@@ -80,7 +80,8 @@ def blocks(record: Record) -> Chart | None:
     if not rows:
         return None
     costs = cost_rows(record) if record.perplexity is None else []
-    lower = draw_costs(costs, height=130, legend=False) if costs else draw_parameters(rows)
+    upper_height, height = (72, 86) if record.attention else (110, 120)  # all of it is to fit on a phone's first screen
+    lower = draw_costs(costs, height=height, legend=False) if costs else draw_parameters(rows, height)
     if costs and record.swap:
         under = (
             f"the rise in perplexity (from {num(record.swap.baseline)}) when this block alone becomes its linear map; "
@@ -99,7 +100,7 @@ def blocks(record: Record) -> Chart | None:
     )
     seen, parted = seen_verdicts(rows), by_branch(rows)
     panels = [
-        draw_linearity(found, seen, f"R²_lin, {branch}" if record.attention else "R²_lin", legend=place == 0)
+        draw_linearity(found, seen, f"R²_lin, {branch}" if record.attention else "R²_lin", place == 0, upper_height)
         for place, (branch, found) in enumerate(parted.items())
     ]
     drawing = alt.vconcat(*panels, lower, spacing=14).resolve_scale(
@@ -122,7 +123,7 @@ def describe_block(block: Block) -> Row:
     return {"index": block.index, "branch": block.branch, "verdict": verdict, "note": note, **figures, **sizes}
 
 
-def draw_linearity(rows: Sequence[Row], seen: Sequence[str], title: str, legend: bool) -> alt.LayerChart:
+def draw_linearity(rows: Sequence[Row], seen: Sequence[str], title: str, legend: bool, height: int) -> alt.LayerChart:
     """The panel of one kind of branch; one legend serves all panels."""
     scale = fixed(r2_ends(rows, "r2", "stream", zero=True))
     axis = alt.Axis(tickCount=4)
@@ -136,10 +137,10 @@ def draw_linearity(rows: Sequence[Row], seen: Sequence[str], title: str, legend:
         base.mark_point(size=64, opacity=1).encode(x, y, colour),
         marks(x=x, y=y),
     ]
-    return overlay(rows, 110, *layers)
+    return overlay(rows, height, *layers)
 
 
-def draw_parameters(rows: Sequence[Row]) -> alt.LayerChart:
+def draw_parameters(rows: Sequence[Row], height: int) -> alt.LayerChart:
     """A bar for what each block was, and one in it for what is left; attention's stand beside the FFN's."""
     after_ffn = f"after, {FFN}" if any(row["branch"] == ATTENTION for row in rows) else "after"
     after_attention = f"after, {ATTENTION}"
@@ -155,7 +156,7 @@ def draw_parameters(rows: Sequence[Row]) -> alt.LayerChart:
     y = alt.Y("size:Q", title="parameters", stack=None, axis=alt.Axis(format="~s", tickCount=4))
     colour = by_name("which", seen, [colours[name] for name in seen])
     bars = alt.Chart().mark_bar().encode(block_axis(), y, colour, *beside(rows), tooltip="note:N")
-    return overlay(sized, 120, bars)
+    return overlay(sized, height, bars)
 
 
 INSIDE, OUTSIDE, UNASKED = "inside its budget", "OUTSIDE its budget", "no budget asked"

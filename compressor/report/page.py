@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import takewhile
+from itertools import starmap, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ from compressor.report.fidelity import format_nats, say_agreement
 from compressor.report.formats import (
     MISSING,
     SAME_SPEED,
+    as_float,
     asked_size,
     block_numbers,
     branch_numbers,
     cache_change,
     chosen_elsewhere,
+    describe_replacement,
     ends,
     interval,
     is_number,
@@ -41,24 +43,29 @@ from compressor.report.formats import (
     ridge_differs,
     say_cache,
     say_documents,
+    say_limit,
+    say_share,
+    say_weights,
 )
 from compressor.report.healing import capitalised, list_looks, say_rises
 from compressor.report.record import ProfileSet, Record
-from compressor.report.record_parts import SIZE_CHECK, Block, Sample, TopRow
+from compressor.report.record_parts import SIZE_CHECK, Block, Sample, TextResult, TopRow
 from compressor.report.summary import answer, finding_lines
 from compressor.runtime.errors import visible
 from compressor.runtime.figures import count
 from compressor.runtime.names import NO_LIMIT
 
 TEMPLATES = Path(__file__).parent / "templates"
+FEW_TEXTS = 3  # that have room in the answer with their figures
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the page is opened for; `good` is whether every promise was kept."""
+    """What the page is opened for, in a few lines; `good` is whether every promise was kept, `more` can wait."""
 
     sentences: Sequence[str]
     good: bool
+    more: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,7 @@ def charted(name: str) -> Callable[[Record, dict[str, Chart]], bool]:
     return lambda record, charts: name in charts
 
 
+BUDGETS = Section("budgets", "Against the budgets", lambda record, charts: bool(list_promises(record)))
 WRITING = Section("writing", "What it writes", lambda record, charts: record.generation is not None)
 LOSSES = Section("losses", "Where it loses", lambda record, charts: record.where is not None)
 BLOCKS = Section("blocks", "Block by block", lambda record, charts: bool(record.blocks))
@@ -113,7 +121,7 @@ LINEARITY = (
     Section("agreement", "Predicted against measured", charted("agreement")),
 )
 HEALING = Section("healing", "Healing", lambda record, charts: record.healing is not None)
-ASSESSMENT = (WRITING, LOSSES, BLOCKS, REPLACED, COST, TOGETHER, *LINEARITY, HEALING, SPEED, PROVENANCE)
+ASSESSMENT = (BUDGETS, WRITING, LOSSES, BLOCKS, REPLACED, COST, TOGETHER, *LINEARITY, HEALING, SPEED, PROVENANCE)
 PROFILE = (BLOCKS, TOGETHER, *LINEARITY, PROVENANCE)
 
 
@@ -203,12 +211,14 @@ def environment() -> Environment:
         **{"num": num, "percent": percent, "interval": interval, "numbers": block_numbers, "files": name_files},
         **{"ratios": ratio_interval, "signed": lambda value: num(value, "+"), "power": show_power, "quoted": repr},
         **{"replacement": name_replacement, "around": text_around, "split": split_sample},
+        **{"count": lambda number, noun: count(number, noun), "describe": describe_replacement},
         **{"ends": ends, "verdict": name_verdict, "ridge_differs": ridge_differs},
         **{"say_healing": capitalised, "list_looks": list_looks, "say_rises": say_rises},
     }
     environment.filters |= filters
     environment.globals |= {"outlier_blocks": outlier_blocks, "change": show_change, "same_speed": SAME_SPEED}
-    environment.globals |= {"branch_numbers": branch_numbers, "cache_change": cache_change}
+    environment.globals |= {"branch_numbers": branch_numbers, "cache_change": cache_change, "share": show_share}
+    environment.globals |= {"missing": MISSING}
     return environment
 
 
@@ -225,49 +235,88 @@ def show_change(before: Any, after: Any) -> str:
     return " → ".join(dict.fromkeys((num(before), num(after))))
 
 
+def show_share(before: int, after: int) -> str:
+    """How much smaller a block is: `−6.2 %`, or a dash where it is as it was."""
+    return MISSING if after == before else f"{num(100 * (as_float(after) / as_float(before) - 1), '+', '.1f')} %"
+
+
 def name_files(names: str) -> str:
     """Files without their directories."""
     return ", ".join(map(last_part, names.split(", "))) if names else MISSING
 
 
 def headline(record: Record) -> Answer:
-    """How much is gone, what it costs, whether that was allowed, and which checks failed."""
-    gone = record.parameters.removed_fraction
-    said = "No measurement is recorded" if gone is None else f"{percent(gone, 2)} of the parameters are gone"
-    if record.budget and record.budget.remove:
-        said += f" ({asked_size(record.budget.remove)})"
+    """How much smaller it is, what that costs, whether that was allowed, what it wins, and which checks failed."""
     loss, good = say_cost(record)
     nearness, near = say_fidelity(record)
-    sentences, good = [f"{said}{loss}.", *nearness, *say_cache(record.kv_cache), *say_trained(record)], good and near
+    limited = record.budget is not None and record.budget.max_kl is not None
+    sentences = [
+        say_size(record),
+        *loss,
+        *(nearness if limited else []),
+        *say_speed(record),
+        *say_cache(record.kv_cache),
+    ]
     failed = [check.name for check in record.checks if not check.passed]
     if failed or record.passed is False:
         good = False
         sentences.append(f"Checks failed: {', '.join(failed) or 'the record does not say which'}.")
-    return Answer(sentences, good and bool(loss))
+    more = [*([] if limited else nearness), *say_trained(record)]
+    return Answer(sentences, good and near and bool(loss), more)
+
+
+def say_size(record: Record) -> str:
+    """How much smaller it is, in parameters and in bytes of weights."""
+    size = record.parameters
+    if size.removed_fraction is None:
+        return "No measurement is recorded."
+    said = f"{percent(size.removed_fraction, 2)} smaller: {show_change(size.before, size.after)} parameters"
+    weights = say_weights(size, record.source.dtype)
+    said += f", {weights} of weights" if weights else ""
+    asked = f" ({asked_size(record.budget.remove)})" if record.budget and record.budget.remove else ""
+    return f"{said}{asked}."
+
+
+def say_speed(record: Record) -> list[str]:
+    """How many times as fast it is, where this machine's clock can tell."""
+    steps = record.speed.steps if record.speed else []
+    told = [f"{s.name} {num(s.ratio)}× as fast (95 % {ratio_interval(s.ci95)})" for s in steps if s.differs]
+    alike = [f"{s.name}: no difference told" for s in steps if not s.differs]
+    return [f"Speed: {'; '.join([*told, *alike])}."] if told else []
 
 
 def say_trained(record: Record) -> list[str]:
-    """That replacements were trained, where they were."""
-    return [capitalised(record.healing)] if record.healing else []
+    """On how much text replacements were trained, and what that won, where they were; its section has the rest."""
+    if record.healing is None:
+        return []
+    before, after = (say_rises(look.dppl) for look in (record.healing.looks[0], record.healing.kept))
+    return [f"Healed on {count(record.healing.tokens, 'token')}: ΔPPL on the selection text {before} → {after}."]
 
 
-def say_cost(record: Record) -> tuple[str, bool]:
-    """What it costs in perplexity, in words, and whether that was allowed; by every text, if there are several."""
+def say_cost(record: Record) -> tuple[list[str], bool]:
+    """What it costs in perplexity, in a sentence, and whether that was allowed; by every text, if there are several."""
     change, texts = record.perplexity, record.text_results()
     if change is None or record.budget is None:
-        return "", True
+        return [], True
     if not is_number(change.delta):
-        return "; perplexity is not a number", False
-    said = f"; perplexity {'falls' if change.delta < 0 else 'rises'} by {num(abs(change.delta))} "
-    said += f"(95 % interval {interval(change.delta_ci95)})"
+        return ["The perplexity is not a number."], False
+    said = f"Perplexity {'falls' if change.delta < 0 else 'rises'} by {num(abs(change.delta))} "
+    said += f"(95 % interval {interval(change.delta_ci95)}) from {num(change.baseline)} to {num(change.compressed)}"
     if record.budget.max_dppl is None:
-        return f"{said}, {NO_LIMIT} was asked for", True
+        return [f"{said}, {NO_LIMIT} was asked for."], True
     if len(texts) > 1:
         outside = ", ".join(name for name, text in texts.items() if text.passed is False)
-        return f"{said}, {f'OUTSIDE the budget of {outside}' if outside else 'inside each budget'}", not outside
-    limit = record.budget.max_dppl
-    inside = is_number(change.delta_upper) and change.delta_upper <= limit
-    return f"{said}, {'inside' if inside else 'OUTSIDE'} the budget of {num(limit, '+')}", inside
+        held = f"OUTSIDE the budget of {outside}" if outside else "inside each budget"
+        held += f": {', '.join(starmap(say_rise, texts.items()))}" if len(texts) <= FEW_TEXTS else ""
+        return [f"{said}, {held}."], not outside
+    inside = is_number(change.delta_upper) and change.delta_upper <= record.budget.max_dppl
+    limit = " ".join(map(say_limit, texts.values()))
+    return [f"{said}, {'inside' if inside else 'OUTSIDE'} the budget of {limit}."], inside
+
+
+def say_rise(name: str, text: TextResult) -> str:
+    """What a text lost of what it may lose: `code +0.111 of +0.500`."""
+    return f"{name} {num(text.delta, '+')}" + ("" if text.max_dppl is None else f" of {num(text.max_dppl, '+')}")
 
 
 def say_fidelity(record: Record) -> tuple[list[str], bool]:
@@ -291,7 +340,8 @@ def list_promises(record: Record) -> list[Promise]:
             limit=text.max_dppl,
             limit_words=NO_LIMIT if text.max_dppl is None else "",
             note=f"{count(text.tokens, 'token')} in windows of {num(text.seq_len)}"
-            + (f"; about {text.about}" if text.about else ""),
+            + (f"; about {text.about}" if text.about else "")
+            + (f"; budget {share}" if (share := say_share(text.asked, text.baseline)) else ""),
         )
         for name, text in record.text_results().items()
     ]

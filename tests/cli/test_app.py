@@ -462,7 +462,7 @@ def test_impossible_budget_writes_nothing(compress: Compress, models: Path, opti
     done = compress(models / "gpt2", *options, "--max-dppl", "1e-9", "--out", tmp_path / "small")
     assert done.code == 1
     assert len(done.errors) == 1
-    assert re.search(r"closest was block \d \(.+\) with ΔPPL [+-]\d+\.\d+", done.errors[0])
+    assert re.search(r"closest was block \d \(.+\) with ΔPPL [+−]\d+\.\d+", done.errors[0])
     assert "Traceback" not in done.err
     assert done.out == ""
     assert list(tmp_path.iterdir()) == []

@@ -135,7 +135,7 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_read(
 ) -> None:
     save_tiny("llama", tmp_path)
     monkeypatch.setattr("compressor.runtime.resources.available_memory", lambda: 100_000)
-    with pytest.raises(InputError, match="memory, and 1 MB can be had; add --low-memory"):
+    with pytest.raises(InputError, match="memory, and 100 kB can be had; add --low-memory"):
         load_model(str(tmp_path))
     assert logits(load_model(str(tmp_path), low_memory=True)[0]).isfinite().all()
 

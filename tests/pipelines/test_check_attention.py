@@ -80,12 +80,12 @@ def test_a_check_warns_of_other_heads_than_recorded(
         warnings = check(compress, without_heads, models, corpus)["warnings"]
     finally:
         file.write_text(written, encoding="utf-8")
-    said = "pruned 2 of 4 heads (0, 3) in the checkpoint, pruned 2 of 4 heads (0, 1) in its record"
-    assert f"{PATH} is {said}" in warnings
+    said = "keeps 2 of 4 heads (0, 3) in the checkpoint, keeps 2 of 4 heads (0, 1) in its record"
+    assert f"{PATH}: {said}" in warnings
 
 
 def test_info_lists_it(compress: Compress, without_heads: Path) -> None:
     done = compress("info", without_heads)
     assert done.code == 0, done.err
-    assert f"{PATH}: pruned 2 of 4 heads" in done.out
+    assert f"{PATH}: keeps 2 of 4 heads" in done.out
     assert "key-value cache 640 bytes per token (float32)" in done.out

@@ -209,7 +209,7 @@ def test_nothing_fits() -> None:
     with torch.no_grad():  # make every block matter
         for block in find_blocks(model):
             model.get_submodule(block.path).c_proj.weight.mul_(20)
-    with pytest.raises(BudgetError, match=r"closest was block \d(\.attention)? \(.*\) with ΔPPL [+-]\d"):
+    with pytest.raises(BudgetError, match=r"closest was block \d(\.attention)? \(.*\) with ΔPPL [+−]\d"):
         compressor.plan(model, measure(model, TEXT), TEXT, max_dppl=1e-6)
 
 

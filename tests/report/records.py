@@ -136,7 +136,7 @@ def profile_values(blocks: int = 30) -> Values:
     values = common(blocks)
     probe = {
         "rank": 8,
-        "criterion": "L-BFGS gains less than 1e-5",
+        "criterion": "L-BFGS gains less than 0.001",
         "pearson": 0.4,
         "mean_gain": 0.02,
         "largest_gain": 0.1,
@@ -287,3 +287,87 @@ def mix_figures(value: Any, figures: Iterator[float]) -> Any:
     if isinstance(value, list):
         return [mix_figures(entry, figures) for entry in value]
     return next(figures) if isinstance(value, float) else value
+
+
+WIDTH, NEURONS = 576, 1536  # of a block of a model with thirty of them
+REASONS = {
+    "safe": "alone as a linear map it costs 0.0093 nats per token, less than a fifth of the budget",
+    "costly": "alone as a linear map it raises perplexity 35.16 → 37.91 (+2.75, 95 % interval +2.31 … +3.22)",
+    "unsafe": "0.1 % of the rows carry 99 % of the variance of its output, and position 0 of the windows most of them",
+}
+
+
+def real_block(index: int, count: int) -> Values:
+    """A block as models of a hundred million parameters have them: most keep the greater part of their neurons."""
+    verdict = "unsafe" if index in (0, count // 3) else "safe" if index % 7 == 4 else "costly"
+    share = 0.5 + 0.5 * math.cos(2 * math.pi * (index + 0.5) / count)
+    kept = min(NEURONS, 64 * round((1100 + 420 * share) / 64))
+    replacement: Values = {"kind": "pruned", "rank": 0, "neurons": kept}
+    if verdict == "safe":
+        replacement = {"kind": "hybrid", "rank": 48, "neurons": kept - 384}
+    if verdict == "unsafe" or kept == NEURONS:
+        replacement = {"kind": "keep", "rank": None, "neurons": None}
+    r2 = 0.62 - 0.3 * math.sin(math.pi * index / count) + 0.05 * math.cos(5.1 * index) + 0.3 * (verdict == "unsafe")
+    rows = [{"window": 41, "position": 0, "share": 0.4, "token": " The", "before": "", "after": " river had risen"}] * 4
+    after = 3 * WIDTH * (replacement["neurons"] or NEURONS) + 2 * WIDTH * (replacement["rank"] or 0)
+    return make_block(index, count) | {
+        **{"path": f"model.layers.{index}.mlp", "verdict": verdict, "reason": REASONS[verdict], "top_rows": rows},
+        **{"r2_lin": r2, "r2_lin_ci95": [r2 - 0.012, r2 + 0.011], "r2_stream": r2 - 0.06, "r2_median": r2 - 0.1},
+        **{"effective_rank": 88.0 + 5 * index, "condition_number": 3.1e5, "input_rank": WIDTH},
+        **{"top_row_share": 0.99 if verdict == "unsafe" else 0.02, "linear_params": WIDTH * WIDTH},
+        **{"params_before": 3 * WIDTH * NEURONS, "params_after": after},
+        "replacement": replacement | {"units": NEURONS},
+        "swap": {**change(2.2 + 1.7 * math.sin(index) + 40 * (verdict == "unsafe"), 35.161), "nats": 0.06},
+    }
+
+
+def real_values(blocks: int = 30) -> Values:
+    """A model of thirty blocks, compressed by two texts, with a task, healed."""
+    values = assessment_values(blocks)
+    values["blocks"] = [real_block(index, blocks) for index in range(blocks)]
+    removed = sum(block["params_before"] - block["params_after"] for block in values["blocks"])
+    before = 134_515_008
+    fidelity = values["fidelity"] | {"kl": 0.0211, "kl_ci95": [0.0203, 0.0219]}
+    texts = {
+        name: {**change(delta, baseline), "max_dppl": limit, "asked": asked, "passed": True, "fidelity": fidelity}
+        for name, delta, baseline, limit, asked in (
+            ("wikitext2", 0.4218, 35.161, 0.70322, "2%"),
+            ("code", 0.1109, 8.412, 0.5, "0.5"),
+        )
+    }
+    looks = [
+        {"tokens": tokens, "kl": kl, "rise": rise, "dppl": {"wikitext2": 35.2 * rise, "code": 8.4 * rise}}
+        for tokens, kl, rise in (
+            (0, 0.061, 0.041),
+            (65536, 0.034, 0.02),
+            (131072, 0.0262, 0.013),
+            (196608, 0.024, 0.012),
+        )
+    ]
+    healing = {
+        **{"asked_tokens": 200000, "tokens": 196608, "text": "book.txt", "text_tokens": 150000},
+        **{"text_sha256": "ef" * 32, "params": "replaced", "trained_parameters": before - removed - 30_000_000},
+        **{"learning_rate": 0.0005, "batch_tokens": 2048, "clip": 1.0, "seed": 0, "precision": "float32"},
+        **{"seconds": 1311.0, "looks": looks, "kept": looks[-1]},
+    }
+    predictions = [
+        {"index": k, "replacement": "keeps 768 neurons", "predicted": 0.004 * (1 + k % 9), "standard_error": 0.002}
+        | {"measured": 0.004 * (1 + (k + k % 3) % 9) - 0.004, "kl": 0.003 * (1 + (k + k % 2) % 9)}
+        for k in range(blocks)
+    ]
+    return values | {
+        "source": values["source"]
+        | {"model": "/secret/place/SmolLM2-135M", "model_type": "llama", "dtype": "bfloat16"},
+        "parameters": {"before": before, "after": before - removed, "removed": removed}
+        | {"removed_fraction": removed / before},
+        **{"perplexity": change(0.4218, 35.161), "texts": texts, "fidelity": fidelity, "healing": healing},
+        "budget": {"max_dppl": 0.5, "asked": "wikitext2=2%,code=0.5", "confidence": 0.95},
+        "agreement": {"rank_correlation": 0.91, "kl_rank_correlation": 0.96, "blocks": predictions},
+        "checks": [],
+        "warnings": [],
+    }
+
+
+def real(blocks: int = 30, attention: bool = False, **parts: Any) -> Record:
+    values = real_values(blocks)
+    return Record.model_validate({**(with_attention(values) if attention else values), **parts})

@@ -23,6 +23,7 @@ from report.records import (
     profile,
     profile_set,
     profile_values,
+    real,
 )
 
 from compressor.report.chart_style import DARK
@@ -37,7 +38,7 @@ ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"),
     *("--disable-sync", "--no-first-run", "--disable-quic"),
 ]
-WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 BROKEN = (0.3, float("nan"), float("inf"), 1e308, -1e308, 5e-324, 0.7)
 RECORDS: dict[str, Callable[[], Any]] = {
     "seven": assessment,
@@ -46,6 +47,8 @@ RECORDS: dict[str, Callable[[], Any]] = {
     "profiles": profile_set,
     "attention": lambda: attending(30),
     "attention profile": attending_profile,
+    "real": real,
+    "real attention": lambda: real(28, attention=True),
     "hostile": hostile_assessment,
     "hostile profile": hostile_profile,
     "hostile attention": hostile_attention,
@@ -150,7 +153,9 @@ def test_every_chart_is_drawn_and_fits(visit: Open, name: str, size: Any) -> Non
         assert "Infinity" not in drawn
 
 
-@pytest.mark.parametrize("name", ["seven", "thirty", "profile"])
+@pytest.mark.parametrize(
+    "name", ["seven", "thirty", "profile", "attention", "attention profile", "real", "real attention"]
+)
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
 def test_the_answer_and_the_first_picture_are_on_the_first_screen(visit: Open, name: str, size: Any) -> None:
     opened = visit(name, viewport=size)
@@ -159,7 +164,9 @@ def test_the_answer_and_the_first_picture_are_on_the_first_screen(visit: Open, n
     assert box["y"] + box["height"] <= size["height"]
     answer = opened.page.locator(".answer").bounding_box()
     assert answer
-    assert answer["y"] < box["y"]
+    contents = opened.page.get_by_role("navigation").bounding_box()
+    assert contents
+    assert answer["y"] < contents["y"] < contents["y"] + contents["height"] <= box["y"]
 
 
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
@@ -213,14 +220,60 @@ def test_hostile_notes_are_shown_as_text(visit: Open) -> None:
 
 
 def test_tables_scroll_with_the_keyboard(visit: Open) -> None:
-    opened = visit("thirty", viewport=PHONE)
-    table = opened.page.get_by_role("region", name="Blocks", exact=True)
+    opened = visit("profile", viewport=PHONE)
+    opened.page.locator("#cross summary").click()
+    table = opened.page.get_by_role("region", name="Crossed with another model", exact=True)
     table.focus()
     assert table.evaluate("(one) => one.scrollWidth > one.clientWidth")
     for _ in range(3):
         opened.page.keyboard.press("ArrowRight")
     opened.page.wait_for_function("(one) => one.scrollLeft > 0", arg=table.element_handle())
     assert opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("name", ["real", "real attention", "profile"])
+@pytest.mark.parametrize(("size", "lines"), [(WIDE, 1), (PHONE, 2)], ids=["wide", "phone"])
+def test_blocks_are_lines_that_need_no_scrolling_sideways(visit: Open, name: str, size: Any, lines: int) -> None:
+    opened = visit(name, viewport=size)
+    blocks = opened.page.get_by_role("group", name="Blocks", exact=True)
+    assert blocks.evaluate("(one) => one.scrollWidth <= one.clientWidth")
+    heights = blocks.locator("summary").evaluate_all("(all) => all.map((one) => one.getBoundingClientRect().height)")
+    assert len(heights) >= 28
+    assert max(heights) < 20 + 23 * lines
+    inside = "(all) => all.every((one) => one.scrollWidth <= one.clientWidth + 1)"
+    assert blocks.locator("summary > *").evaluate_all(inside)
+    ends = blocks.locator("summary > :nth-child(4)").evaluate_all(
+        "(all) => all.map((one) => Math.round(one.getBoundingClientRect().right))"
+    )
+    assert len(set(ends)) == 1, "the figures of a column end below each other"
+
+
+def test_a_block_opens_with_the_keyboard(visit: Open) -> None:
+    opened = visit("real", viewport=PHONE)
+    block = opened.page.locator(".blocks details").nth(3)
+    reason = block.get_by_text("alone as a linear map it raises perplexity")
+    assert not reason.is_visible()
+    block.locator("summary").focus()
+    opened.page.keyboard.press("Enter")
+    assert reason.is_visible()
+    assert block.get_by_text("neurons kept").is_visible()
+    assert block.evaluate("(one) => one.scrollWidth <= one.clientWidth")
+
+
+def test_budgets_need_no_scrolling_on_a_phone(visit: Open) -> None:
+    opened = visit("real", viewport=PHONE)
+    table = opened.page.get_by_role("region", name="Budgets")
+    assert table.evaluate("(one) => one.scrollWidth <= one.clientWidth")
+    assert "+0.272 … +0.587" in table.inner_text()
+
+
+def test_print_keeps_every_chart_on_the_sheet(visit: Open) -> None:
+    opened = visit("real")
+    opened.page.emulate_media(media="print")
+    opened.page.set_viewport_size({"width": 718, "height": 1000})
+    opened.page.wait_for_timeout(1500)
+    assert opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert not opened.page.get_by_role("navigation").is_visible()
 
 
 def test_contents_lead_to_their_section(visit: Open) -> None:
@@ -282,4 +335,7 @@ def test_without_script_the_tables_are_there(browser: Browser, files: dict[str, 
     opened.goto(files["seven"].as_uri())
     assert "The charts need JavaScript" in opened.locator("body").inner_text()
     assert opened.locator("table").count() > 3
+    block = opened.locator(".blocks details").nth(2)
+    block.locator("summary").click()
+    assert block.get_by_text("reason 2").is_visible()
     context.close()
