@@ -48,6 +48,10 @@ Exit codes: 0 done and inside the budget; 1 the budget is missed or nothing fits
 
 EXPORT_TARGETS = ("gguf", "hf-dense", "onnx", "vllm")
 Directory = Annotated[Path, typer.Argument(help="a directory that compress wrote", show_default=False)]
+Written = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", help="a directory that compress wrote, or a .gguf file of it", show_default=False),
+]
 
 
 class RunByDefault(TyperGroup):
@@ -255,8 +259,16 @@ def check(
 
 
 @app.command()
-def info(directory: Directory, as_json: Json = False, debug: Debug = False) -> None:
-    """What a compressed checkpoint contains; exit code 2 if its weights are not those of its record."""
+def info(directory: Written, as_json: Json = False, debug: Debug = False) -> None:
+    """What a compressed checkpoint or an export contains; exit code 2 if its weights are not those of its record."""
+    from compressor.export.written import is_export, read_export
+
+    if is_export(directory):
+        from compressor.report.export_info import export_info_lines
+
+        export_record = read_export(directory)
+        emit(export_record, as_json, export_info_lines(export_record), None)
+        return
     from compressor.report import tables
     from compressor.report.record import Record, read_record, refuse_other_weights, weights_match
     from compressor.runtime.stored_weights import hash_stored
