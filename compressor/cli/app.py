@@ -237,24 +237,41 @@ def heal(
 def check(
     values: Values,
     options: RunOptions,
-    directory: Directory,
+    directory: Written,
     source: Annotated[str | None, typer.Option("--source", help="the source model  [as recorded]")] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option("--checkpoint", help="of an export: the checkpoint it was made from, measured beside it"),
+    ] = None,
     baseline: Annotated[Path | None, typer.Option(help="file of an earlier check to compare with")] = None,
     update_baseline: Annotated[bool, typer.Option("--update-baseline", help="write it from this check")] = False,
     tolerance: Annotated[float, typer.Option(help="how far a figure may fall behind the baseline")] = 0.005,
     junit: Annotated[Path | None, typer.Option(help="write a JUnit XML file")] = None,
     page: Annotated[Path | None, typer.Option("--report", help="write report.html")] = None,
 ) -> None:
-    """The gate for CI: measure a checkpoint against its source again; exit 1 when a promise is broken."""
-    refuse_early(None, values, directory / "recipe.yaml", options.trust_remote_code)
-    from compressor.pipelines import check
-    from compressor.report import tables
+    """The gate for CI: measure a checkpoint, or an export of one, against its source again; exit 1 when a promise is
+    broken."""
+    from compressor.export.written import is_export, read_export
+
+    export_record = read_export(directory) if is_export(directory) else None
+    if export_record is None and checkpoint is not None:
+        raise InputError(f"--checkpoint is for an export, and {directory} is none; leave it out")
+    refuse_early(None, values, None if export_record else directory / "recipe.yaml", options.trust_remote_code)
+    from compressor.pipelines import check, check_export
+    from compressor.report import export_check, tables
 
     gate = check.Gate(source, baseline, update_baseline, tolerance, junit, page)
     with started(options) as context:
-        record = check.run(directory, values, gate, context)
+        if export_record is None:
+            record = check.run(directory, values, gate, context)
+        else:
+            record = check_export.run(directory, export_record, values, gate, checkpoint, context)
+    lines, shown = tables.check_lines(record), [tables.check_table(record)]
+    if record.export is not None:
+        lines = [*export_check.export_check_lines(record.export), *lines]
+        shown.append(export_check.contrast_table(record.export))
     # The same inputs give the same JSON, and the time they took is not the same twice.
-    emit(record, options.as_json, tables.check_lines(record), tables.check_table(record), without="timings")
+    emit(record, options.as_json, lines, shown, without="timings")
     raise typer.Exit(DONE if record.passed else MISSED)
 
 

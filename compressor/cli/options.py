@@ -68,7 +68,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("confidence", *TOKENS, *TASKS, "batch_size", "seed", *MACHINE, *RUN),
     ),
     "check": (
-        *("directory", "max_dppl", "max_kl", "source", "baseline", "update_baseline", "tolerance", "junit", "page"),
+        *("directory", "max_dppl", "max_kl", "source", "checkpoint", "baseline", "update_baseline", "tolerance"),
+        *("junit", "page"),
         *(
             "text",
             "confidence",
