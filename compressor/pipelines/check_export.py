@@ -11,23 +11,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from compressor.evaluate.breakdown import break_down
+from compressor.evaluate.breakdown import LossBreakdown
+from compressor.evaluate.budget import Budget
 from compressor.evaluate.evaluator import Assessment, tokenizer_sha256
 from compressor.evaluate.perplexity import compare, compare_parts
+from compressor.export.origin import VERIFICATION_KEYS
 from compressor.models.load import load_model, quiet
 from compressor.patch.checkpoint import count_parameters
 from compressor.pipelines import recipe as recipes
 from compressor.pipelines.check import Gate, announce, of_names, recipe_of
 from compressor.pipelines.describe import (
-    change_values,
     describe_assessment,
     describe_sizes,
     describe_source,
-    describe_text,
 )
 from compressor.pipelines.job import choose_seq_len, context_for, make_evaluator, name_in_cache, open_text, timings
 from compressor.pipelines.recipe import Recipe
-from compressor.pipelines.scoring import Scorer, Scores, require_runtime
+from compressor.pipelines.scoring import (
+    Scorer,
+    Scores,
+    contrast,
+    describe_verification,
+    require_runtime,
+    verification_alone,
+)
 from compressor.report.ci import refuse_unwritable
 from compressor.report.export_check import Contrast, ExportCheck
 from compressor.report.export_record import ExportRecord
@@ -38,7 +45,6 @@ from compressor.runtime.errors import InputError
 from compressor.runtime.names import VERIFICATION_TOKENS
 from compressor.runtime.stored_weights import hash_stored
 from compressor.text import Text, group_by_name
-from compressor.text.windows import HELD_OUT_EVERY
 
 # Options of `compress check` that mean nothing for an export, and why.
 ONLY_TEXT = "an export is measured on text alone"
@@ -48,6 +54,7 @@ REFUSED = {
     "max_kl": "other runtimes do not give all probabilities, so there is no KL divergence to hold against it",
     **dict.fromkeys(("device", "dtype", "low_memory"), ONE_PLACE),
 }
+MEANT = ("model", "max_dppl", *VERIFICATION_KEYS)  # of a recipe, for an export
 FLOAT32: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
 
 
@@ -90,7 +97,7 @@ def run(
         scores["checkpoint"] = scorer.in_transformers(compressed, "checkpoint")
 
     evaluator = make_evaluator(recipe, source, tokenizer, text, [], context)
-    assessment = assess(text, scores, evaluator.budgets, tokenizer, context)
+    assessment = assess(text, scores, evaluator.budgets, context)
     made_from = describe_source(source)
     sizes = describe_sizes(count_parameters(source), export.parameters.exported)
     record = Record(
@@ -98,9 +105,9 @@ def run(
         directory=str(path),
         source=made_from,
         tokenizer_sha256=tokenizer_sha256(tokenizer),
-        text=describe_text(text),
+        text=describe_verification(text),
         parameters=sizes,
-        recipe=recipe.settings(),
+        recipe={key: value for key, value in recipe.settings().items() if key in MEANT},
         export=ExportCheck(
             to=export.to,
             dtype=export.dtype,
@@ -196,8 +203,8 @@ def limit_text(recipe: Recipe, export: ExportRecord, source: Any, options: Mappi
     """The recipe with as much text as a check needs.
 
     That is as much as the checkpoint was verified on: an interval of fewer windows is wider, and a budget that the
-    checkpoint has spent would be missed for that alone. llama.cpp takes as long as if it wrote all of the text, so there
-    it is at most the usual number of tokens, unless --verify-tokens says otherwise.
+    checkpoint has spent would be missed for that alone. llama.cpp takes as long as if it wrote all of the text, so
+    there it is at most the usual number of tokens, unless --verify-tokens says otherwise.
     """
     seq_len = choose_seq_len(recipe, source)
     if export.context is not None and seq_len > export.context:
@@ -205,14 +212,8 @@ def limit_text(recipe: Recipe, export: ExportRecord, source: Any, options: Mappi
     tokens = recipe.verify_tokens
     if export.to == "gguf" and not options.get("verify_tokens"):
         tokens = min(tokens, VERIFICATION_TOKENS)
-    texts = len(group_by_name(recipe.text or ["demo"]))
-    least = {
-        "calib_tokens": HELD_OUT_EVERY * texts * seq_len,
-        "select_tokens": seq_len,
-    }  # nothing is fitted or searched
-    return recipe.model_copy(
-        update={**least, "seq_len": seq_len, "verify_tokens": tokens, "max_kl": None, "generate": 0}
-    )
+    meant = {"verify_tokens": tokens, "max_kl": None, "generate": 0}
+    return recipe.model_copy(update={**verification_alone(recipe, seq_len), **meant})
 
 
 def list_warnings(export: ExportRecord, record: Record) -> list[str]:
@@ -223,15 +224,13 @@ def list_warnings(export: ExportRecord, record: Record) -> list[str]:
     for name, text in record.texts.items():
         if text.max_dppl is not None and text.delta <= text.max_dppl < text.delta_upper:
             warnings.append(
-                f"perplexity {name}: the change of {text.delta:+.3f} is inside the limit, its interval is not: more text "
-                "narrows it, raise --verify-tokens"
+                f"perplexity {name}: the change of {text.delta:+.3f} is inside the limit, its interval is not; more "
+                "text narrows it: raise --verify-tokens"
             )
     return warnings
 
 
-def assess(
-    text: Text, scores: Mapping[str, Scores], budgets: Mapping[str, Any], tokenizer: Any, context: RunContext
-) -> Assessment:
+def assess(text: Text, scores: Mapping[str, Scores], budgets: Mapping[str, Budget], context: RunContext) -> Assessment:
     """The export against its source, on every text and on all together."""
     split, parts = text.verification, text.parts("verification")
     before, after = scores["source"].losses, scores["export"].losses
@@ -243,7 +242,7 @@ def assess(
         tasks={},
         limits={},
         generation=None,
-        breakdown=break_down(text, before, after, tokenizer),
+        breakdown=LossBreakdown([], [], []),  # it is by frequency in the calibration text, which is not read here
     )
 
 
@@ -260,21 +259,7 @@ def list_contrasts(
         "conversion": ("the export against the checkpoint", "export", "checkpoint"),
     }
     return [
-        contrast(name, words, scores[of], scores[against], text, context)
+        contrast(name, words, scores[of], scores[against], text.verification, context)
         for name, (words, of, against) in pairs.items()
         if of in scores and against in scores
     ]
-
-
-def contrast(name: str, words: str, of: Scores, against: Scores, text: Text, context: RunContext) -> Contrast:
-    """One model against another on the same tokens."""
-    change = compare(against.losses, of.losses, context.confidence, context.seed, text.verification.documents)
-    off = (of.nats.double() - against.nats.double()).abs()
-    return Contrast(
-        **change_values(change, None),
-        name=name,
-        words=words,
-        log_probability_off=off.max().item(),
-        log_probability_off_mean=off.mean().item(),
-        greedy_equal=int((of.most_likely == against.most_likely).sum()),
-    )

@@ -15,19 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.evaluate.perplexity import Losses, evaluate, limit_batch_size, logits_losses
+from compressor.evaluate.perplexity import Losses, compare, evaluate, limit_batch_size, logits_losses
 from compressor.export import gguf, llamacpp
 from compressor.export.llama import convert_to_llama
 from compressor.export.onnx import FILE, open_session, session_logits
 from compressor.models.load import quiet
 from compressor.models.source import identify
 from compressor.patch.checkpoint import count_parameters
+from compressor.pipelines.describe import change_values, describe_split
+from compressor.pipelines.recipe import Recipe
+from compressor.report.export_check import Contrast
+from compressor.report.record_parts import Texts
 from compressor.runtime.cache import cache_key
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.runtime.locks import SCRATCH, owned_directory, remove_abandoned
 from compressor.runtime.resources import require_disk
-from compressor.text import Split, batches
+from compressor.text import Split, Text, batches, group_by_name
+from compressor.text.windows import HELD_OUT_EVERY
 
 NATS_OF_ZERO = 104.0  # of a probability that float32 calls zero: the smallest that it has is exp(−103.3)
 CHUNK_BYTES = 2**20
@@ -174,3 +179,27 @@ def require_runtime(to: str) -> str:
         f"an export --to {to} is not run by compress check; check the checkpoint that it was made from, or an export "
         "--to gguf or onnx"
     )
+
+
+def contrast(name: str, words: str, of: Scores, against: Scores, split: Split, context: RunContext) -> Contrast:
+    """One model against another on the same tokens."""
+    change = compare(against.losses, of.losses, context.confidence, context.seed, split.documents)
+    off = (of.nats.double() - against.nats.double()).abs()
+    return Contrast(
+        **change_values(change, None),
+        name=name,
+        words=words,
+        log_probability_off=off.max().item(),
+        log_probability_off_mean=off.mean().item(),
+        greedy_equal=int((of.most_likely == against.most_likely).sum()),
+    )
+
+
+def verification_alone(recipe: Recipe, seq_len: int) -> dict[str, int]:
+    """What to change in a recipe so that little more than the verification part of its text is read."""
+    texts = len(group_by_name(recipe.text or ["demo"]))
+    return {"calib_tokens": HELD_OUT_EVERY * texts * seq_len, "select_tokens": seq_len, "seq_len": seq_len}
+
+
+def describe_verification(text: Text) -> Texts:
+    return Texts(verification=describe_split(text.verification), seq_len=text.seq_len, names=list(text.counts))
