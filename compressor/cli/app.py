@@ -400,6 +400,35 @@ def export(
     emit(record, as_json, tables.export_lines(record), None)
 
 
+@app.command()
+@with_options
+def compare(
+    values: Values,
+    options: RunOptions,
+    first: Annotated[str, typer.Argument(metavar="A", help="a directory that compress wrote", show_default=False)],
+    second: Annotated[
+        str, typer.Argument(metavar="B", help="another one, or the source of the first", show_default=False)
+    ],
+    measure: Annotated[
+        bool, typer.Option("--measure", help="measure both on the same verification text, with an interval")
+    ] = False,
+) -> None:
+    """Two compressed checkpoints, or one and its source, side by side: what they record, and what they measure."""
+    given = next((key for key, value in values.items() if value not in (None, False)), None)
+    if given and not measure:
+        raise InputError(f"--{given.replace('_', '-')} is about measuring; add --measure, or leave it out")
+    from compressor.pipelines import compare
+    from compressor.report.comparison import comparison_lines, comparison_tables
+
+    record = compare.run(first, second)
+    if measure:
+        from compressor.pipelines import compare_measured
+
+        with started(options) as context:
+            record = compare_measured.run(record, values, context)
+    emit(record, options.as_json, comparison_lines(record), comparison_tables(record))
+
+
 @app.callback(invoke_without_command=True)
 def version(
     show: Annotated[bool, typer.Option("--version", help="print the version", is_eager=True)] = False,

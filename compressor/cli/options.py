@@ -83,9 +83,13 @@ COMMANDS: dict[str, tuple[str, ...]] = {
             *RUN,
         ),
     ),
+    "compare": (
+        *("first", "second", "measure", "text", "seq_len", "verify_tokens", "document_separator"),
+        *("confidence", "batch_size", "seed", *MACHINE, *RUN),
+    ),
 }
 # The commands that go by what a file recorded: where an option comes from that is not given.
-RECORDED = {"apply": "as in PLAN", "check": "as recorded", "heal": "as recorded"}
+RECORDED = {"apply": "as in PLAN", **dict.fromkeys(("check", "heal", "compare"), "as recorded")}
 SEVERAL_AMOUNTS = ("--max-dppl", "--remove")  # options that several numbers may follow
 ARGUMENTS = ("model",)  # fields of the recipe that are given without the name of an option
 # Help texts that differ from the description of the field.
