@@ -256,7 +256,8 @@ def check(
     export_record = read_export(directory) if is_export(directory) else None
     if export_record is None and checkpoint is not None:
         raise InputError(f"--checkpoint is for an export, and {directory} is none; leave it out")
-    refuse_early(None, values, None if export_record else directory / "recipe.yaml", options.trust_remote_code)
+    if export_record is None:
+        refuse_early(None, values, directory / "recipe.yaml", options.trust_remote_code)
     from compressor.pipelines import check, check_export
     from compressor.report import export_check, tables
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def describe_side(name: str, record: Recorded | None, other: Recorded) -> Side:
 def refuse_stranger(name: str, directory: Path, other: Recorded) -> None:
     """Refuse a model that is neither a checkpoint of compress nor the source of the other one."""
     source = other.source
-    is_source = name == source.model
+    is_source = source.model in (name, os.path.abspath(name))
     if directory.is_dir() and not is_source:
         is_source = hash_stored(directory) == source.weights_sha256
     if not is_source:
