@@ -16,6 +16,7 @@ from compressor.evaluate.budget import Budget
 from compressor.evaluate.evaluator import Assessment, tokenizer_sha256
 from compressor.evaluate.perplexity import compare, compare_parts
 from compressor.export.origin import VERIFICATION_KEYS
+from compressor.export.upload import list_strings
 from compressor.models.load import load_model, quiet
 from compressor.patch.checkpoint import count_parameters
 from compressor.pipelines import recipe as recipes
@@ -164,7 +165,7 @@ def find_source(
     values = dict(origin.recipe) if origin else {}
     if "text" in local and not options.get("text"):
         raise InputError(
-            f"{path} was verified on {', '.join(map(str, values.get('text', [])))}, and an export names no folders; "
+            f"{path} was verified on {', '.join(list_strings(values.get('text')))}, and an export names no folders; "
             "give the text with --text FILE, or the checkpoint with --checkpoint DIR"
         )
     given = {key: value for key, value in options.items() if value is not None}
@@ -212,7 +213,8 @@ def limit_text(recipe: Recipe, export: ExportRecord, source: Any, options: Mappi
     tokens = recipe.verify_tokens
     if export.to == "gguf" and not options.get("verify_tokens"):
         tokens = min(tokens, VERIFICATION_TOKENS)
-    meant = {"verify_tokens": tokens, "max_kl": None, "generate": 0}
+    # Tasks, continuations and KL are of the checkpoint alone.
+    meant = {"verify_tokens": tokens, "max_kl": None, "tasks": None, "max_task_drop": None, "generate": 0}
     return recipe.model_copy(update={**verification_alone(recipe, seq_len), **meant})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from compressor.report.export_record import ExportRecord, RuntimeCheck
-from compressor.report.formats import block_numbers
+from compressor.report.formats import as_float, block_numbers
 from compressor.report.record_parts import present
 from compressor.runtime.resources import format_bytes
 
@@ -28,7 +28,7 @@ def export_info_lines(record: ExportRecord) -> list[str]:
         f"{present(record.out)}: {FORMS.get(record.to, record.to)}, written by compressor {record.tool.version}",
         f"{record.family}{architecture}, {record.dtype}, {format_bytes(present(record.bytes))}",
         f"parameters {sizes.source:,} in the source, {sizes.compressed:,} in the checkpoint, {sizes.exported:,} here "
-        f"({sizes.exported / max(1, sizes.source) - 1:+.2%} of the source's)",
+        f"({as_float(sizes.exported) / max(1.0, as_float(sizes.source)) - 1:+.2%} of the source's)",
         *origin_lines(record),
         *([f"filled up to a width that the form has: blocks {block_numbers(kept)}"] if kept else []),
         *([f"context {record.context:,} tokens"] if record.context else []),

@@ -123,6 +123,14 @@ def test_an_interval_that_is_too_wide_is_said(compress: Compress, folder: Path) 
     assert "raise --verify-tokens" in warning
 
 
+def test_budgets_of_tasks_are_left_to_the_checkpoint(compress: Compress, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "small", tmp_path / "small")
+    with (tmp_path / "small" / "recipe.yaml").open("a", encoding="utf-8") as recipe:
+        recipe.write("max_task_drop: [demo_last_word=0.01]\n")
+    report = checked(compress("check", folder / "graph", "--checkpoint", tmp_path / "small", "--json"))
+    assert [check["name"] for check in report["checks"]] == ["perplexity text"]
+
+
 def test_another_source_is_noticed(compress: Compress, folder: Path, models: Path, corpus: Path) -> None:
     options = ["--source", models / "gpt2", "--text", corpus, "--max-dppl", "1000%", "--json"]
     report = checked(compress("check", folder / "f32.gguf", *options))
