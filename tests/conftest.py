@@ -150,6 +150,23 @@ def compressed(compress: Compress, models: Path, options: list[str], tmp_path_fa
 
 
 @pytest.fixture(scope="session")
+def deployed(compress: Compress, models: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A compressed Llama as `small`, its exports, and what `--json` printed of each; no test may change them."""
+    root = tmp_path_factory.mktemp("deployed")
+    done = compress(models / "llama", "--text", corpus, *SMALL, "--max-dppl", "3%", "--out", root / "small")
+    assert done.code == 0, done.err
+    for name, form in {
+        "f32.gguf": ["gguf", "--dtype", "f32"],
+        "q8_0.gguf": ["gguf", "--dtype", "q8_0"],
+        "graph": ["onnx"],
+    }.items():
+        done = compress("export", root / "small", "--to", *form, "--out", root / name, "--json")
+        assert done.code == 0, done.err
+        (root / f"{name}.json").write_text(done.out, encoding="utf-8")
+    return root
+
+
+@pytest.fixture(scope="session")
 def profiled(compress: Compress, models: Path, options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `compress profile MODEL` wrote with everything that it can measure; no test may change it."""
     root = tmp_path_factory.mktemp("profiled")

@@ -48,6 +48,10 @@ Exit codes: 0 done and inside the budget; 1 the budget is missed or nothing fits
 
 EXPORT_TARGETS = ("gguf", "hf-dense", "onnx", "vllm")
 Directory = Annotated[Path, typer.Argument(help="a directory that compress wrote", show_default=False)]
+Written = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", help="a directory that compress wrote, or a .gguf file of it", show_default=False),
+]
 
 
 app = typer.Typer(
@@ -258,34 +262,59 @@ def heal(
 def check(
     values: Values,
     options: RunOptions,
-    directory: Directory,
+    directory: Written,
     source: Annotated[str | None, typer.Option("--source", help="the source model  [as recorded]")] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option("--checkpoint", help="of an export: the checkpoint it was made from, measured beside it"),
+    ] = None,
     baseline: Annotated[Path | None, typer.Option(help="file of an earlier check to compare with")] = None,
     update_baseline: Annotated[bool, typer.Option("--update-baseline", help="write it from this check")] = False,
     tolerance: Annotated[float, typer.Option(help="how far a figure may fall behind the baseline")] = 0.005,
     junit: Annotated[Path | None, typer.Option(help="write a JUnit XML file")] = None,
     page: Annotated[Path | None, typer.Option("--report", help="write report.html")] = None,
 ) -> None:
-    """The gate for CI: measure a checkpoint against its source again; exit 1 when a promise is broken."""
-    refuse_early(None, values, directory / "recipe.yaml", options.trust_remote_code)
-    recipe.resolve(None, values)
+    """The gate for CI: measure a checkpoint, or an export of one, against its source again; exit 1 when a promise is
+    broken."""
+    from compressor.export.written import is_export, read_export
     from compressor.report.record import read_record
 
-    read_record(directory)
-    from compressor.pipelines import check
-    from compressor.report import tables
+    recipe.resolve(None, values)
+    export_record = read_export(directory) if is_export(directory) else None
+    if export_record is None and checkpoint is not None:
+        raise InputError(f"--checkpoint is for an export, and {directory} is none; leave it out")
+    if export_record is None:
+        refuse_early(None, values, directory / "recipe.yaml", options.trust_remote_code)
+        read_record(directory)
+    from compressor.pipelines import check, check_export
+    from compressor.report import export_check, tables
 
     gate = check.Gate(source, baseline, update_baseline, tolerance, junit, page)
     with started(options) as context:
-        record = check.run(directory, values, gate, context)
+        if export_record is None:
+            record = check.run(directory, values, gate, context)
+        else:
+            record = check_export.run(directory, export_record, values, gate, checkpoint, context)
+    lines, shown = tables.check_lines(record), [tables.check_table(record)]
+    if record.export is not None:
+        lines = [*export_check.export_check_lines(record.export), *lines]
+        shown.append(export_check.contrast_table(record.export))
     # The same inputs give the same JSON, and the time they took is not the same twice.
-    emit(record, options.as_json, tables.check_lines(record), tables.check_table(record), without="timings")
+    emit(record, options.as_json, lines, shown, without="timings")
     raise typer.Exit(DONE if record.passed else MISSED)
 
 
 @app.command(cls=Command, short_help="what a checkpoint or an export contains")
-def info(directory: Directory, as_json: Json = False, debug: Debug = False) -> None:
-    """What a compressed checkpoint contains; exit code 2 if its weights are not those of its record."""
+def info(directory: Written, as_json: Json = False, debug: Debug = False) -> None:
+    """What a compressed checkpoint or an export contains; exit code 2 if its weights are not those of its record."""
+    from compressor.export.written import is_export, read_export
+
+    if is_export(directory):
+        from compressor.report.export_info import export_info_lines
+
+        export_record = read_export(directory)
+        emit(export_record, as_json, export_info_lines(export_record), None)
+        return
     from compressor.report import tables
     from compressor.report.record import Record, read_record, refuse_other_weights, weights_match
     from compressor.runtime.stored_weights import hash_stored
@@ -398,6 +427,35 @@ def export(
     progress = Progress(visible=True)
     record = exporter.export(model, to, out, dtype=dtype, overwrite=overwrite, force=force, progress=progress)
     emit(record, as_json, tables.export_lines(record), None)
+
+
+@app.command(cls=Command, short_help="two checkpoints, or one and its source, side by side")
+@with_options
+def compare(
+    values: Values,
+    options: RunOptions,
+    first: Annotated[str, typer.Argument(metavar="A", help="a directory that compress wrote", show_default=False)],
+    second: Annotated[
+        str, typer.Argument(metavar="B", help="another one, or the source of the first", show_default=False)
+    ],
+    measure: Annotated[
+        bool, typer.Option("--measure", help="measure both on the same verification text, with an interval")
+    ] = False,
+) -> None:
+    """Two compressed checkpoints, or one and its source, side by side: what they record, and what they measure."""
+    given = next((key for key, value in values.items() if value not in (None, False)), None)
+    if given and not measure:
+        raise InputError(f"--{given.replace('_', '-')} is about measuring; add --measure, or leave it out")
+    from compressor.pipelines import compare
+    from compressor.report.comparison import comparison_lines, comparison_tables
+
+    record = compare.run(first, second)
+    if measure:
+        from compressor.pipelines import compare_measured
+
+        with started(options) as context:
+            record = compare_measured.run(record, values, context)
+    emit(record, options.as_json, comparison_lines(record), comparison_tables(record))
 
 
 @app.callback(invoke_without_command=True)

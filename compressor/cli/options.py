@@ -88,19 +88,24 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *(*TOKENS, "seed", *MACHINE, "overwrite", *RUN),
     ),
     "check": (
-        *("directory", "max_dppl", "text", "source", "max_kl", "confidence", *TASKS, *TALK),
+        *("directory", "max_dppl", "text", "source", "checkpoint", "max_kl", "confidence", *TASKS, *TALK),
         *("seq_len", "verify_tokens", "document_separator", "seed"),
         *("baseline", "update_baseline", "tolerance", "junit", "page", *MACHINE, *RUN),
     ),
+    "compare": (
+        *("first", "second", "measure", "text", "confidence", "seq_len", "verify_tokens", "document_separator"),
+        *("seed", *MACHINE, *RUN),
+    ),
 }
 # The commands that go by what a file recorded: where an option comes from that is not given.
-RECORDED = {"apply": "as in PLAN", "check": "as recorded", "heal": "as recorded"}
+RECORDED = {"apply": "as in PLAN", **dict.fromkeys(("check", "heal", "compare"), "as recorded")}
 SEVERAL_AMOUNTS = ("--max-dppl", "--remove")  # options that several numbers may follow
 ARGUMENTS = ("model",)  # fields of the recipe that are given without the name of an option
 SHORT = {"out": "-o"}
 # What stands for the value of an option in the help, where its type does not say it: N, TEXT or FILE.
 METAVARS = {"out": "DIR", "text": "FILE", "task_path": "DIR", "prompts": "FILE", "max_dppl": "N", "remove": "N%"}
 METAVARS |= {"heal": "N", "max_task_drop": "N", "model": "MODEL", "cross": "MODEL", "cache": "DIR", "models": "MODEL"}
+METAVARS |= {"checkpoint": "DIR", "first": "DIR", "second": "DIR"}
 METAVARS |= {"max_kl": "N", "directory": "DIR", "plan_file": "PLAN", "source": "MODEL", "min_saving": "N%"}
 # Help texts that differ from the description of the field.
 ONE_BUDGET = "  [this, --remove or --max-kl is required]"

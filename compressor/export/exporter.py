@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +16,12 @@ import torch
 from compressor.export import gguf, vllm
 from compressor.export.attention import find_compressed_attention, has_attention_of, most_units
 from compressor.export.check import check_in_llamacpp, sample_tokens
+from compressor.export.gguf_metadata import replace_string
 from compressor.export.llama import LLAMA_TYPES, Llama, block_widths, convert_to_llama, head_counts
 from compressor.export.onnx import require_packages, write_onnx
+from compressor.export.origin import describe_origin
 from compressor.export.stock import build_empty, convert_to_stock, describe_stock_heads, stock_config
+from compressor.export.written import GGUF_KEY, ROOM
 from compressor.modeling_compressor import replacements
 from compressor.models.blocks import find_blocks
 from compressor.models.load import load_model, quiet
@@ -40,6 +44,7 @@ from compressor.runtime.outputs import (
 )
 from compressor.runtime.progress import Progress
 from compressor.runtime.resources import NotEnoughMemory, require_disk
+from compressor.runtime.safe_files import finite
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -160,24 +165,27 @@ def export_gguf(job: ExportJob, target: Path) -> ExportRecord:
     parameters = announce_size(job, "as GGUF", count_parameters(llama.model))
     require_disk_space(job, parameters, target)
     limits = note_limits(job, llama)
-    with whole_file(target) as file:
-        with naming_alternatives(job):
-            notes = gguf.write_gguf(llama, job.tokenizer, file, job.dtype, Path(job.request.model).name)
-        for note in notes:
-            job.progress.say(f"note: {note}")
-        checked = check_in_llamacpp(job.model, job.tokenizer, file, job.dtype, notes, job.progress)
-    return make_record(
+    record = make_record(
         job,
         parameters,
-        checked,
+        RuntimeCheck(runtime=None),
         architecture="deci",
         neurons=block_widths(llama.model),
         needed=llama.widths,
         **list_heads(job, llama.model),
-        notes=notes,
         **limits,
         context=gguf.exact_context_length(llama.model.config),
     )
+    with whole_file(target) as file:
+        room = {GGUF_KEY: json.dumps(record.to_json_value()) + " " * ROOM}
+        with naming_alternatives(job):
+            notes = gguf.write_gguf(llama, job.tokenizer, file, job.dtype, Path(job.request.model).name, room)
+        for note in notes:
+            job.progress.say(f"note: {note}")
+        checked = check_in_llamacpp(job.model, job.tokenizer, file, job.dtype, notes, job.progress)
+        record = record.model_copy(update={"notes": notes, "checked": checked})
+        replace_string(file, GGUF_KEY, json.dumps(finite(record.to_json_value())))
+    return record
 
 
 def export_dense(job: ExportJob, target: Path) -> ExportRecord:
@@ -313,6 +321,7 @@ def make_record(job: ExportJob, parameters: int, checked: RuntimeCheck, **fields
         dtype=job.dtype,
         parameters=ExportSizes(source=job.source_parameters, compressed=job.compressed_parameters, exported=parameters),
         checked=checked,
+        origin=describe_origin(job.request.model, source_of(job.model).weights_sha256, job.record),
         **fields,
     )
 

@@ -8,7 +8,7 @@ has no attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,13 @@ def refuse_activation(llama: Llama) -> None:
         raise InputError(f"the gate of its blocks is a {llama.layout.activation}, and llama.cpp's `deci` has only silu")
 
 
-def write_gguf(llama: Llama, tokenizer: Any, file: Path, dtype: str, name: str) -> list[str]:
-    """Write the file, with the block widths of the model; return notes on how llama.cpp's tokenizer differs."""
+def write_gguf(
+    llama: Llama, tokenizer: Any, file: Path, dtype: str, name: str, extra: Mapping[str, str] | None = None
+) -> list[str]:
+    """Write the file, with the block widths of the model; return notes on how llama.cpp's tokenizer differs.
+
+    `extra` are further keys of the file's metadata.
+    """
     import gguf
 
     refuse_activation(llama)
@@ -55,6 +60,8 @@ def write_gguf(llama: Llama, tokenizer: Any, file: Path, dtype: str, name: str) 
     writer.add_file_type(gguf.LlamaFileType[kinds[dtype]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_sizes(writer, llama.model)
+    for key, value in (extra or {}).items():
+        writer.add_string(key, value)
     notes = add_vocabulary(writer, tokenizer, llama.model.config.vocab_size, llama.model.generation_config)
     tensors = [(name, tensor, choose_storage_type(tensor, dtype)) for name, tensor in list_gguf_tensors(llama.model)]
     for name, tensor, kind in tensors:

@@ -44,6 +44,14 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Score:
+    """What a model says of one token: its natural log-probability, and which token would have been the most likely."""
+
+    log_probability: float
+    most_likely: int
+
+
+@dataclass(frozen=True)
 class Speed:
     """Tokens per second by llama.cpp's own clock."""
 
@@ -144,24 +152,30 @@ class Runner:
         return list(self.complete(ids, count, return_tokens=True)["tokens"])
 
     def log_probabilities(self, ids: Sequence[int]) -> list[float]:
-        """The natural log-probability of every token but the first, given those before it.
+        """The natural log-probability of every token but the first, given those before it."""
+        return [score.log_probability for score in self.score(ids)]
+
+    def score(self, ids: Sequence[int]) -> list[Score]:
+        """What llama.cpp says of every token but the first, given those before it.
 
         llama.cpp reports the probability of the token that it chooses, computed before any bias. A large bias on the
-        wanted token makes it choose that one. Each step computes one token only, because the prefix is cached.
+        wanted token makes it choose that one. Each step computes one token only, because the prefix is cached: it
+        takes as long as writing so many tokens.
         """
         self.require_context(len(ids) + 1)
-        return [self.log_probability(ids[:i], ids[i]) for i in range(1, len(ids))]
+        return [self.score_token(ids[:i], ids[i]) for i in range(1, len(ids))]
 
-    def log_probability(self, prefix: Sequence[int], token: int) -> float:
-        """The natural log-probability of a token after this prefix."""
+    def score_token(self, prefix: Sequence[int], token: int) -> Score:
+        """What llama.cpp says of a token after this prefix."""
         answer = self.complete(prefix, 1, n_probs=1, logit_bias=[[token, FORCING_BIAS]], cache_prompt=True)
-        entries = answer.get("completion_probabilities")
-        if not entries:  # nothing is reported for a token that is part of a character: ask for all tokens
+        chosen = answer.get("completion_probabilities")
+        entries = [*chosen[0]["top_logprobs"], chosen[0]] if chosen else []
+        if not chosen:  # nothing is reported for a token that is part of a character: ask for all tokens
             whole = self.tokenize("a")[-1]
             options = {"n_probs": self.vocabulary_size(), "logit_bias": [[whole, FORCING_BIAS]], "cache_prompt": True}
             entries = self.complete(prefix, 1, **options)["completion_probabilities"][0]["top_logprobs"]
-        (value,) = (entry["logprob"] for entry in entries if entry["id"] == token)
-        return value if value > LOG_ZERO else -math.inf
+        value = next(entry["logprob"] for entry in entries if entry["id"] == token)
+        return Score(value if value > LOG_ZERO else -math.inf, entries[0]["id"])
 
     def vocabulary_size(self) -> int:
         return int(self.request("/v1/models", {})["data"][0]["meta"]["n_vocab"])

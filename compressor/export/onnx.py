@@ -270,12 +270,9 @@ def generate_greedily(model: Any, case: Case, count: int) -> Case:
 
 def check_graph(file: Path, cases: Sequence[Case], cached: bool) -> float:
     """The largest difference from torch's logits, relative to the largest logit; GraphRejected beyond TOLERANCE."""
-    onnxruntime: Any = importlib.import_module("onnxruntime")
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
     largest = 0.0
     with rejecting_graph():
-        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        session = make_session(file)
         for case in cases:
             difference = measure_difference(run_session(session, case, cached), case)
             if not difference <= TOLERANCE:
@@ -285,6 +282,30 @@ def check_graph(file: Path, cases: Sequence[Case], cached: bool) -> float:
                 )
             largest = max(largest, difference)
     return largest
+
+
+def make_session(file: Path, threads: int = 0) -> Any:
+    """ONNX Runtime with this graph, on the CPU; 0 threads are as many as it likes."""
+    onnxruntime: Any = importlib.import_module("onnxruntime")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = threads
+    return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+
+
+def open_session(file: Path) -> Any:
+    """The same for a graph that was written earlier; one that cannot be run is refused."""
+    try:
+        with rejecting_graph():
+            return make_session(file, torch.get_num_threads())
+    except GraphRejected as error:
+        raise InputError(f"ONNX Runtime cannot run {file}: {error}; copy it again, or export it again") from error
+
+
+def session_logits(session: Any, ids: Tensor) -> Tensor:
+    """ONNX Runtime's logits for whole windows of tokens."""
+    whole = Case(ids, torch.ones_like(ids), ids.shape[1], torch.empty(0))
+    return run_session(session, whole, cached=True)
 
 
 def run_session(session: Any, case: Case, cached: bool) -> Tensor:

@@ -173,12 +173,12 @@ def load_both(
     return compressed, original, tokenizer
 
 
-def announce(record: Record, now: BaselineFile, gate: Gate, progress: Progress) -> Record:
-    """Write what was asked for. A baseline is kept only when the budget holds."""
+def announce(record: Record, now: BaselineFile | None, gate: Gate, progress: Progress) -> Record:
+    """Write what was asked for. A baseline, which an export has none of, is kept only when the budget holds."""
     if distributed.rank() > 0:
         return record
     try:
-        if gate.baseline is not None and gate.update_baseline and record.passed:
+        if now is not None and gate.baseline is not None and gate.update_baseline and record.passed:
             write_json(gate.baseline, now.to_json_value())
             record = record.with_parts(baseline_written=str(gate.baseline))
         if gate.junit is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field
 
+from compressor.report.export_origin import ExportOrigin
 from compressor.report.record import Versioned
 from compressor.report.record_parts import Count, Part
 
@@ -60,6 +61,7 @@ class ExportRecord(Versioned):
     use: str | None = Field(default=None, validation_alias="for", serialization_alias="for")
     # of all
     checked: RuntimeCheck
+    origin: ExportOrigin | None = None  # None: it was written by an earlier version
     # known when it is written, so not in export.json
     out: str | None = None
     bytes: Count | None = None

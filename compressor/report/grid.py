@@ -27,29 +27,30 @@ class Grid:
         assert len(cells) == len(self.columns)
         self.rows.append((cells, style))
 
-    def width_of(self, columns: Sequence[str]) -> int:
-        places = [self.columns.index(name) for name in columns]
+    def width_of(self, places: Sequence[int]) -> int:
+        """The characters that a line of these columns takes."""
         widths = [max(map(cell_len, (self.columns[n], *(cells[n] for cells, _ in self.rows)))) for n in places]
         return sum(widths) + BETWEEN * (len(widths) - 1)
 
-    def columns_within(self, width: int) -> list[str]:
-        """The columns that are shown on so many characters."""
-        shown = list(self.columns)
+    def places_within(self, width: int) -> list[int]:
+        """The columns that are shown on so many characters, by their places."""
+        shown = list(range(len(self.columns)))
         for name in self.optional:
             if self.width_of(shown) <= width:
                 break
-            shown.remove(name)
+            shown.remove(self.columns.index(name))
         return shown
 
     def fitted(self, width: int) -> Table:
         """The table for a terminal of this width; words that still do not fit are folded."""
-        shown = self.columns_within(width)
+        shown = self.places_within(width)
         fits = self.width_of(shown) <= width
         title = self.title and Text(self.title)
         table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
-        for name in shown:
+        for place in shown:
+            name = self.columns[place]
             justify = "left" if name in self.left else "right"
-            table.add_column(name, justify=justify, no_wrap=fits, overflow="fold")  # type: ignore[arg-type]
+            table.add_column(Text(name), justify=justify, no_wrap=fits, overflow="fold")  # type: ignore[arg-type]
         for cells, style in self.rows:
-            table.add_row(*(Text(cells[self.columns.index(name)]) for name in shown), style=style)
+            table.add_row(*(Text(cells[place]) for place in shown), style=style)
         return table

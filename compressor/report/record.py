@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, model_validator
 
 import compressor
+from compressor.report.export_check import ExportCheck
 from compressor.report.fidelity import Fidelity
 from compressor.report.record_parts import (
     FFN,
@@ -120,6 +121,7 @@ class Record(Versioned):
     replaced_attention: list[SavedBlock] = Field(default_factory=list)
     tokenizer_sha256: str | None = None
     baseline_written: str | None = None
+    export: ExportCheck | None = None  # of a check of an export
 
     @model_validator(mode="after")
     def figures_of_a_compressed_model_are_whole(self) -> Record:
