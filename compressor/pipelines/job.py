@@ -38,7 +38,16 @@ from compressor.plan.removal import SizeTarget, refuse_too_large
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
-from compressor.runtime.names import BUILT_IN_TEXTS, CALIBRATION_TOKENS, HUB_TEXTS, MIX, RECORD, SELF
+from compressor.runtime.names import (
+    BUILT_IN_MODELS,
+    BUILT_IN_TEXTS,
+    CALIBRATION_TOKENS,
+    HUB_TEXTS,
+    MIX,
+    NAMED_BUILT_IN,
+    RECORD,
+    SELF,
+)
 from compressor.runtime.outputs import reserved
 from compressor.runtime.progress import Progress
 from compressor.runtime.resources import require_disk
@@ -122,7 +131,7 @@ def open_job(
     context = context_for(recipe, context)
     model_name = recipe.model
     if model_name is None:
-        raise InputError("no model: give a directory, a hub id such as gpt2, or `demo`")
+        raise InputError(f"no model: give a directory, a hub id such as gpt2, or {NAMED_BUILT_IN}")
     if recipe.probe and "ffn" not in recipe.branches_or("all"):
         raise InputError("--probe is about FFNs, and --branches attention leaves them out; add ffn to --branches")
     recipe.refuse_healing_conflicts()
@@ -226,10 +235,10 @@ def absolute(name: str) -> str:
 
 
 def choose_text(recipe: Recipe, model: Any, context: RunContext) -> list[str]:
-    """The words of --text. Where it is not given: the built-in text for the built-in model, WikiText for others and,
+    """The words of --text. Where it is not given: the built-in text for a built-in model, WikiText for others and,
     where that cannot be had, what the model writes itself; or the built-in mix, where the model's weights are on disk.
     """
-    if recipe.text or recipe.model == "demo":
+    if recipe.text or recipe.model in BUILT_IN_MODELS:
         return recipe.text or ["demo"]
     usual = next(iter(HUB_TEXTS))
     # The first process decides for all: another one may or may not reach the Hub.
@@ -355,8 +364,8 @@ def read_enough(read: Callable[[int], Text], tokens: int, step: int) -> Text:
 
 
 def name_tasks(recipe: Recipe, trust_remote_code: bool) -> tuple[list[Task], Recipe]:
-    """The tasks to score, and the recipe with their names; the built-in model comes with one."""
-    names = recipe.tasks if recipe.tasks is not None else [BUILT_IN_TASK] if recipe.model == "demo" else []
+    """The tasks to score, and the recipe with their names; a built-in model comes with one."""
+    names = recipe.tasks if recipe.tasks is not None else [BUILT_IN_TASK] if recipe.model in BUILT_IN_MODELS else []
     paths = [absolute(path) for path in recipe.task_path or []]
     if recipe.max_task_drop and not names:
         raise InputError("--max-task-drop is given, but no --tasks; name them, such as --tasks lambada_openai,piqa")

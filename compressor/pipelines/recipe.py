@@ -25,7 +25,13 @@ from compressor.models.branches import BRANCHES
 from compressor.plan.choices import BlockRange, Choices, Signal, check_branch, check_kind, resolve_choices
 from compressor.plan.shapes import KINDS
 from compressor.runtime.errors import InputError
-from compressor.runtime.names import CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS, split_name
+from compressor.runtime.names import (
+    CALIBRATION_TOKENS,
+    NAMED_BUILT_IN,
+    SELECTION_TOKENS,
+    VERIFICATION_TOKENS,
+    split_name,
+)
 from compressor.runtime.safe_files import parse_yaml, read_named
 
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -111,7 +117,7 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str | None = Field(default=None, description="hub id, local directory, or `demo`")
+    model: str | None = Field(default=None, description=f"hub id, local directory, or {NAMED_BUILT_IN}")
     out: str | None = Field(default=None, description="directory to write; it appears whole or not at all")
     overwrite: Switch = Field(default=False, description="replace an earlier result in --out")
     max_dppl: Amounts | None = Field(

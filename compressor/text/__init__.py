@@ -1,8 +1,8 @@
 """Windows of tokens in three disjoint splits, of one text or several: read from files and the Hub, or written."""
 
-from compressor.runtime.names import SPLITS
+from compressor.runtime.names import DEMO_TEXT, SPLITS
 from compressor.text.documents import Document, divide, subsample
-from compressor.text.sources import DEMO_TEXT, MIX_TEXT, MissingDataSet, datasets_offline, find_data_set, read_text_file
+from compressor.text.sources import MIX_TEXT, MissingDataSet, datasets_offline, find_data_set, read_text_file
 from compressor.text.windows import (
     CHARACTERS_PER_TOKEN,
     HELD_OUT_EVERY,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.runtime.errors import InputError, reason_of
-from compressor.runtime.names import BUILT_IN_TEXTS, HUB_SPLITS, HUB_TEXTS, MIX
+from compressor.runtime.names import BUILT_IN_TEXTS, DEMO_TEXT, HUB_SPLITS, HUB_TEXTS, MIX, PACKAGE
 from compressor.runtime.network import why_unreachable
 from compressor.text.documents import (
     DEALT_DOCUMENTS,
@@ -21,8 +21,6 @@ from compressor.text.documents import (
     divide_rows,
 )
 
-PACKAGE = Path(__file__).parents[1]
-DEMO_TEXT = PACKAGE / "demo" / "text"
 MIX_TEXT = PACKAGE / "mix"
 TEXT_ALTERNATIVES = (
     "use --text PATH for a local file, --text self for text that the model writes, or --text mix or --text demo for a "
