@@ -1,5 +1,10 @@
 """Make a language model smaller with a promise: this much smaller, and no worse than that.
 
+    result = compressor.compress("gpt2", max_dppl=1.0, out="gpt2-lin")
+    compressor.check("gpt2-lin").passed
+
+does what the command `compress` does. The same in steps:
+
     model, tokenizer = compressor.load("gpt2")
     text = compressor.load_text("wikitext2", tokenizer, seq_len=512)
     profile = compressor.measure(model, text)
@@ -25,21 +30,29 @@ if TYPE_CHECKING:
     from compressor.measure.profile import measure
     from compressor.models.load import load_model as load
     from compressor.models.writer import Writer
+    from compressor.pipelines.api import Compression, Result, check, compress
     from compressor.pipelines.outputs import save
     from compressor.plan.api import apply, plan
     from compressor.plan.choices import Choices
     from compressor.plan.shapes import Shape
     from compressor.runtime.context import RunContext
+    from compressor.runtime.errors import BudgetError, InputError
     from compressor.text import load_text
 
 __version__ = "0.1.0"
 __all__ = [
+    "BudgetError",
     "Choices",
+    "Compression",
+    "InputError",
+    "Result",
     "RunContext",
     "Shape",
     "Writer",
     "__version__",
     "apply",
+    "check",
+    "compress",
     "evaluate",
     "export",
     "load",
@@ -55,11 +68,17 @@ register_when_transformers_loads()
 offer(
     __name__,
     {
+        "BudgetError": "runtime.errors",
         "Choices": "plan.choices",
+        "Compression": "pipelines.api",
+        "InputError": "runtime.errors",
+        "Result": "pipelines.api",
         "RunContext": "runtime.context",
         "Shape": "plan.shapes",
         "Writer": "models.writer",
         "apply": "plan.api",
+        "check": "pipelines.api",
+        "compress": "pipelines.api",
         "evaluate": "evaluate",
         "export": "export",
         "load": "models.load:load_model",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,10 +88,8 @@ def started(options: RunOptions, *, dry_run: bool = False) -> Iterator[RunContex
     The cache of a dry run is left as it is.
     """
     from compressor.runtime import distributed
-    from compressor.runtime.cache import Cache, open_cache, open_untouched
-    from compressor.runtime.cache_files import in_use
-    from compressor.runtime.context import RunContext
-    from compressor.runtime.locks import scratch_directory
+    from compressor.runtime.cache import open_untouched
+    from compressor.runtime.context import RunContext, open_context
     from compressor.runtime.progress import Progress
 
     distributed.join_processes()
@@ -100,10 +98,8 @@ def started(options: RunOptions, *, dry_run: bool = False) -> Iterator[RunContex
         untouched = open_untouched(options.cache, options.no_cache, progress)
         yield RunContext(cache=untouched, progress=progress, trust_remote_code=options.trust_remote_code)
         return
-    # Without a cache, measurements go to a directory that is removed with the run.
-    cache = Cache(scratch_directory(progress), progress) if options.no_cache else open_cache(options.cache, progress)
-    with in_use(cache.directory, progress.say) if distributed.rank() == 0 else nullcontext():
-        yield RunContext(cache=cache, progress=progress, trust_remote_code=options.trust_remote_code)
+    with open_context(options.cache, options.no_cache, progress, options.trust_remote_code) as context:
+        yield context
 
 
 @app.command()

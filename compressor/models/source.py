@@ -95,6 +95,12 @@ def identify(model: Any) -> dict[str, Any]:
     }
 
 
+def identify_weights(model: Any) -> dict[str, Any]:
+    """What a model computes, wherever and however it runs: its present weights, its modules and its config."""
+    identity = identify(model)
+    return {name: identity[name] for name in ("weights", "modules", "config")}
+
+
 def sha256_of(words: str) -> str:
     return hashlib.sha256(words.encode()).hexdigest()
 

@@ -82,7 +82,8 @@ def run(recipe: Recipe, plan_file: Path, context: RunContext) -> Record:
             blocks=[branch for index, branch in known.items() if not isinstance(index, AttentionOf)],
             attention=[branch for index, branch in known.items() if isinstance(index, AttentionOf)],
         )
-        return finish(job, evaluator, fits, source, compressed, put_replacements(record, fits), out)
+        record = put_replacements(record, fits)
+        return finish(job, evaluator, fits, source, compressed, record).write(out, context.progress)
 
 
 def refuse_short(recipe: Recipe, plan_file: Path, model: Any, fits: Replacements) -> None:

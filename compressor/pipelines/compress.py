@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from compressor.evaluate.budget import compute_limits
 from compressor.evaluate.evaluator import Evaluator, Measured
@@ -35,42 +38,73 @@ from compressor.report.record import Record
 from compressor.report.record_parts import present
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
+from compressor.runtime.progress import Progress
 from compressor.text import SPLITS
+
+
+@dataclass(frozen=True)
+class CompressedModel:
+    """A patched model that was held against its budget, with the record of everything that was measured; not written
+    yet."""
+
+    model: Any
+    tokenizer: Any
+    record: Record
+    recipe: str
+    tokens: Tensor  # that the written checkpoint is run on
+
+    def write(self, out: Path, progress: Progress) -> Record:
+        """Write everything into a directory that is reserved."""
+        written = write_result(
+            self.model, self.tokenizer, out, self.record, self.recipe, tokens=self.tokens, progress=progress
+        )
+        return written.with_parts(out=str(out))
 
 
 def run(recipe: Recipe, context: RunContext) -> Record:
     """The whole job. BudgetError, and nothing written, when no plan holds on the verification text and the tasks."""
-    recipe.require_budget()
-    recipe.removal()  # several sizes are refused here
+    refuse_early(recipe)
     with reserved_out(recipe, context) as out:
-        job = open_job(recipe, context, with_choices=True)
+        return compress(recipe, context, out).write(out, context.progress)
+
+
+def refuse_early(recipe: Recipe) -> None:
+    """Refuse a recipe that asks for nothing, or for several sizes."""
+    recipe.require_budget()
+    recipe.removal()
+
+
+def compress(recipe: Recipe, context: RunContext, out: Path | None = None) -> CompressedModel:
+    """Everything but the writing; `out` is where that will go, if it is known. BudgetError when nothing holds."""
+    job = open_job(recipe, context, with_choices=True)
+    if out is not None:
         require_room(job, out)
-        evaluator = job.evaluator()
+    evaluator = job.evaluator()
 
-        store = open_store(job.model, job.text, job.context, job.choices)
-        branches, beside = job.choices.searched_branches, [store.collector()]
-        profile = measure(job.model, job.text, job.context, branches=branches, beside=beside, states=store.states)
-        source = evaluator.measure(job.model, "source", identify(job.model))
-        limits = compute_limits(evaluator.budgets, evaluator.perplexities(source.losses), recipe.max_kl)
-        with_kl = recipe.max_kl is not None
-        space = prepare_search(job.model, job.text, job.context, job.choices, store=store, fidelity=with_kl)
-        study = study_blocks(job, profile, space.damages, limits.least, swap=False)  # planning needs no sweep
-        how: dict[str, Any] = {"objective": job.recipe.objective, "profile": profile}
-        healer = job.healer()
-        planner = Planner(space, limits, study.verdicts, compensate=healer is None, **how)
-        target = size_target(job.recipe, count_parameters(job.model))
-        if target is not None:
-            verified = verify_size(planner, evaluator, source, target, healer)
-        elif healer is not None:
-            verified = heal_and_verify(planner, evaluator, source, healer)
-        else:
-            verified = search_and_verify(planner, evaluator, source)
+    store = open_store(job.model, job.text, job.context, job.choices)
+    branches, beside = job.choices.searched_branches, [store.collector()]
+    profile = measure(job.model, job.text, job.context, branches=branches, beside=beside, states=store.states)
+    source = evaluator.measure(job.model, "source", identify(job.model))
+    limits = compute_limits(evaluator.budgets, evaluator.perplexities(source.losses), recipe.max_kl)
+    with_kl = recipe.max_kl is not None
+    space = prepare_search(job.model, job.text, job.context, job.choices, store=store, fidelity=with_kl)
+    study = study_blocks(job, profile, space.damages, limits.least, swap=False)  # planning needs no sweep
+    how: dict[str, Any] = {"objective": job.recipe.objective, "profile": profile}
+    healer = job.healer()
+    planner = Planner(space, limits, study.verdicts, compensate=healer is None, **how)
+    target = size_target(job.recipe, count_parameters(job.model))
+    if target is not None:
+        verified = verify_size(planner, evaluator, source, target, healer)
+    elif healer is not None:
+        verified = heal_and_verify(planner, evaluator, source, healer)
+    else:
+        verified = search_and_verify(planner, evaluator, source)
 
-        record = describe_profile(job.model, job.tokenizer, job.text, profile, study)
-        record = record.with_parts(recipe=job.recipe.settings(), verification_looks=verified.looks)
-        record = describe_plan(record, verified.plan, describe_healing(verified.healing, job.text))
-        looks = verified.task_looks
-        return finish(job, evaluator, verified.plan.fits, source, verified.measured, record, out, looks)
+    record = describe_profile(job.model, job.tokenizer, job.text, profile, study)
+    record = record.with_parts(recipe=job.recipe.settings(), verification_looks=verified.looks)
+    record = describe_plan(record, verified.plan, describe_healing(verified.healing, job.text))
+    looks = verified.task_looks
+    return finish(job, evaluator, verified.plan.fits, source, verified.measured, record, looks)
 
 
 def finish(
@@ -80,11 +114,9 @@ def finish(
     source: Measured,
     compressed: Measured,
     record: Record,
-    out: Path,
     task_looks: Mapping[str, int] | None = None,
-) -> Record:
-    """Measure the speed, patch for good, assess the patched model against its source, complete the record, and write
-    everything."""
+) -> CompressedModel:
+    """Measure the speed, patch for good, assess the patched model against its source, and complete the record."""
     blocks, windows = find_branches(job.model), job.text.verification.windows
     identity = identify_patched(job.model, fits)
     first = distributed.rank() == 0
@@ -106,7 +138,4 @@ def finish(
     assessed["warnings"] = [*record.warnings, *assessed["warnings"]]
     record = record.with_parts(**assessed, speed=speed, kv_cache=kv_cache, timings=timings)
     recipe = recipes.dump(job.recipe, "Reproduces this checkpoint:\ncompress --recipe recipe.yaml --out NEW_DIRECTORY")
-    written = write_result(
-        job.model, job.tokenizer, out, record, recipe, tokens=windows[:1, :TOKENS], progress=job.context.progress
-    )
-    return written.with_parts(out=str(out))
+    return CompressedModel(job.model, job.tokenizer, record, recipe, windows[:1, :TOKENS])

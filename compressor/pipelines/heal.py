@@ -60,7 +60,7 @@ def run(directory: Path, options: Mapping[str, Any], source: str | None, context
             healing=describe_healing(healing, job.text),
             warnings=[],
         )
-        return finish(job, evaluator, healing.fits, before, after, record, out)
+        return finish(job, evaluator, healing.fits, before, after, record).write(out, context.progress)
 
 
 def read_replacements(directory: Path, model: Any, place: Mapping[str, Any]) -> Replacements:
