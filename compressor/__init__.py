@@ -24,15 +24,15 @@ from compressor.registration import register_when_transformers_loads
 from compressor.runtime.lazy import offer
 
 if TYPE_CHECKING:
-    from compressor.evaluate.perplexity import evaluate
+    from compressor.evaluate.remembered import evaluate
     from compressor.export.exporter import export
     from compressor.export.hub import push
     from compressor.measure.profile import measure
     from compressor.models.load import load_model as load
     from compressor.models.writer import Writer
     from compressor.pipelines.api import Compression, Result, check, compress
-    from compressor.pipelines.outputs import save
-    from compressor.plan.api import apply, plan
+    from compressor.pipelines.steps import apply, save
+    from compressor.plan.api import plan
     from compressor.plan.choices import Choices
     from compressor.plan.shapes import Shape
     from compressor.runtime.context import RunContext
@@ -76,7 +76,7 @@ offer(
         "RunContext": "runtime.context",
         "Shape": "plan.shapes",
         "Writer": "models.writer",
-        "apply": "plan.api",
+        "apply": "pipelines.steps",
         "check": "pipelines.api",
         "compress": "pipelines.api",
         "evaluate": "evaluate",
@@ -86,6 +86,6 @@ offer(
         "measure": "measure",
         "plan": "plan",
         "push": "export.hub",
-        "save": "pipelines.outputs",
+        "save": "pipelines.steps",
     },
 )

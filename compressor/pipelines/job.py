@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -40,7 +39,6 @@ from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import (
     BUILT_IN_MODELS,
-    BUILT_IN_TEXTS,
     CALIBRATION_TOKENS,
     HUB_TEXTS,
     MIX,
@@ -56,10 +54,11 @@ from compressor.text import (
     MissingDataSet,
     ShortText,
     Text,
+    absolute,
     find_data_set,
     group_by_name,
     load_text,
-    parse_text_argument,
+    name_again,
 )
 
 DEFAULT_SEQ_LEN = 512
@@ -227,13 +226,6 @@ def read_escapes(separator: str | None) -> str | None:
     return separator and separator.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def absolute(name: str) -> str:
-    """A path that still holds from another working directory; anything else, and what is built in, as it is."""
-    if name in BUILT_IN_TEXTS or name in HUB_TEXTS:
-        return name
-    return os.path.abspath(os.path.expanduser(name)) if Path(name).expanduser().exists() else name
-
-
 def choose_text(recipe: Recipe, model: Any, context: RunContext) -> list[str]:
     """The words of --text. Where it is not given: the built-in text for a built-in model, WikiText for others and,
     where that cannot be had, what the model writes itself; or the built-in mix, where the model's weights are on disk.
@@ -287,10 +279,7 @@ def open_text(
     `writer` writes `--text self`; without one this model does.
     """
     seq_len = choose_seq_len(recipe, model)
-    names = []
-    for word in choose_text(recipe, model, run):
-        name, rest = parse_text_argument(word)
-        names.append(absolute(rest) if name is None else f"{name}={absolute(rest)}")
+    names = [name_again(word) for word in choose_text(recipe, model, run)]
     size = None if recipe.calib_tokens else choose_calibration(model, seq_len)
 
     def read(tokens: int) -> Text:

@@ -45,6 +45,7 @@ from compressor.report.healing import capitalised, list_looks, say_rises
 from compressor.report.record import ProfileSet, Record
 from compressor.report.record_parts import SIZE_CHECK, Block, Sample, TopRow
 from compressor.report.summary import answer, finding_lines
+from compressor.report.unverified import unverified_lines
 from compressor.runtime.errors import visible
 from compressor.runtime.names import NO_LIMIT
 
@@ -147,7 +148,7 @@ def page(record: Record | ProfileSet) -> str:
         return render(
             "profiles.html", f"How linear are {', '.join(m.name for m in models)}?", models=models, compared=compared
         )
-    if record.shape is not None and record.perplexity is None:
+    if record.shape is not None and record.perplexity is None and not record.selection:
         model = describe(record, PROFILE)
         return render("profile.html", f"How linear is {model.name}?", model=model)
     model = describe(record, ASSESSMENT)
@@ -236,7 +237,11 @@ def headline(record: Record) -> Answer:
         said += f" ({asked_size(record.budget.remove)})"
     loss, good = say_cost(record)
     nearness, near = say_fidelity(record)
-    sentences, good = [f"{said}{loss}.", *nearness, *say_cache(record.kv_cache), *say_trained(record)], good and near
+    unverified = [f"{line[0].upper()}{line[1:]}." for line in unverified_lines(record)]
+    sentences, good = (
+        [f"{said}{loss}.", *unverified, *nearness, *say_cache(record.kv_cache), *say_trained(record)],
+        good and near,
+    )
     failed = [check.name for check in record.checks if not check.passed]
     if failed or record.passed is False:
         good = False

@@ -2,7 +2,7 @@
 
 from compressor.runtime.names import DEMO_TEXT, SPLITS
 from compressor.text.documents import Document, divide, subsample
-from compressor.text.sources import MIX_TEXT, MissingDataSet, datasets_offline, find_data_set, read_text_file
+from compressor.text.sources import MIX_TEXT, MissingDataSet, absolute, datasets_offline, find_data_set, read_text_file
 from compressor.text.windows import (
     CHARACTERS_PER_TOKEN,
     HELD_OUT_EVERY,
@@ -15,6 +15,7 @@ from compressor.text.windows import (
     cut_windows,
     group_by_name,
     load_text,
+    name_again,
     parse_text_argument,
     seed_of,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "ShortText",
     "Split",
     "Text",
+    "absolute",
     "batches",
     "bos_prefix",
     "cut_windows",
@@ -39,6 +41,7 @@ __all__ = [
     "find_data_set",
     "group_by_name",
     "load_text",
+    "name_again",
     "parse_text_argument",
     "read_text_file",
     "seed_of",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -72,6 +73,13 @@ def find_text_files(name: str) -> list[Path]:
     if path.is_dir():
         raise InputError(f"text {name} is a directory; give one or more UTF-8 files")
     return [path]
+
+
+def absolute(name: str) -> str:
+    """A path that still holds from another working directory; anything else, and what is built in, as it is."""
+    if name in BUILT_IN_TEXTS or name in HUB_TEXTS:
+        return name
+    return os.path.abspath(os.path.expanduser(name)) if Path(name).expanduser().exists() else name
 
 
 def read_text_file(path: Path) -> str:
