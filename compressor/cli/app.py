@@ -38,6 +38,7 @@ Examples:
   compress ./my-model --text corpus.txt --max-dppl 0.5 --heal 200k --out ./smaller
   compress heal ./smaller --heal-minutes 10 --out ./healed
   compress check ./smaller --max-dppl 0.5
+  compress sample ./smaller "Once upon a time"
   compress export ./smaller --to gguf --out smaller.gguf
   compress push ./smaller me/smaller --dry-run
   compress cache --prune
@@ -365,6 +366,51 @@ def export(
     progress = Progress(visible=True)
     record = exporter.export(model, to, out, dtype=dtype, overwrite=overwrite, force=force, progress=progress)
     emit(record, as_json, tables.export_lines(record), None)
+
+
+@app.command()
+def sample(
+    model: Annotated[
+        str, typer.Argument(metavar="DIR", help="a directory that compress wrote, or any model", show_default=False)
+    ],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PROMPT]…",
+            help="what is continued  [lines of stdin, or you are asked]",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="tokens to write after each prompt")] = 48,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token; 1: as it was trained")] = 0.0,
+    seed: Annotated[int, typer.Option(help="which random numbers are drawn, the same for both models")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="send a prompt as a message, by the chat template")] = False,
+    source: Annotated[str | None, typer.Option("--source", help="the source model  [as recorded]")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps")] = "auto",
+    dtype: Annotated[str, typer.Option(help="to compute in: auto, float32, bfloat16, float16")] = "auto",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="run code that comes with the model")
+    ] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Talk to a compressed model and its source side by side: what each writes after a prompt, and where they part."""
+    from compressor.cli import sampling
+    from compressor.models import hub
+
+    for name in (model, source):
+        hub.refuse_unreachable(name)
+    given = sampling.read_prompts(prompts or [], as_json)
+    from compressor.pipelines.sample import SampleSettings, open_sampler
+    from compressor.runtime.progress import Progress
+
+    how = SampleSettings(tokens, temperature, seed, chat)
+    place: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    sampler = open_sampler(model, source, how, Progress(visible=True), **place)
+    if given is None:
+        sampling.ask_again_and_again(sampler)
+    else:
+        sampling.show(sampler, given, as_json)
 
 
 @app.callback(invoke_without_command=True)
