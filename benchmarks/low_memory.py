@@ -27,7 +27,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from compressor.models.safetensors_files import INDEX, write_shard
-from compressor.runtime.names import DEMO
+from compressor.runtime.names import BUILT_IN_MODELS
 
 GOAL = 0.33
 JOB = "--max-dppl 50% --confidence 0 --text demo --seq-len 32 --calib-tokens 640 --select-tokens 64 --verify-tokens 64"
@@ -39,7 +39,7 @@ OPTIONS = [
 
 def build(directory: Path, args: argparse.Namespace) -> None:
     """A checkpoint larger than this process."""
-    vocabulary = json.loads((DEMO / "config.json").read_text())["vocab_size"]
+    vocabulary = json.loads((BUILT_IN_MODELS["demo"] / "config.json").read_text())["vocab_size"]
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=args.width,
@@ -58,7 +58,7 @@ def build(directory: Path, args: argparse.Namespace) -> None:
     directory.mkdir(parents=True)
     config.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(DEMO / name, directory / name)
+        shutil.copyfile(BUILT_IN_MODELS["demo"] / name, directory / name)
 
     def read(name: str) -> torch.Tensor:
         shape = state[name].shape

@@ -38,6 +38,7 @@ from compressor.report.formats import last_part
 from compressor.runtime.cache import Cache, default_directory
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
+from compressor.runtime.names import BUILT_IN_MODELS
 from compressor.runtime.progress import Progress
 
 Report = dict[str, Any]
@@ -167,7 +168,7 @@ def activation(model: str) -> str:
 
 def texts_of(model: str, options: argparse.Namespace) -> list[str]:
     """The texts that are for this model alone, else those that are for all."""
-    if model == "demo":
+    if model in BUILT_IN_MODELS:
         return ["demo"]
     names = {last_part(name) for name in options.models}
     split = [(word.partition(":")[0], word.partition(":")[2]) for word in options.text]

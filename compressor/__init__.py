@@ -1,5 +1,10 @@
 """Make a language model smaller with a promise: this much smaller, and no worse than that.
 
+    result = compressor.compress("gpt2", max_dppl=1.0, out="gpt2-lin")
+    compressor.check("gpt2-lin").passed
+
+does what the command `compress` does. The same in steps:
+
     model, tokenizer = compressor.load("gpt2")
     text = compressor.load_text("wikitext2", tokenizer, seq_len=512)
     profile = compressor.measure(model, text)
@@ -19,27 +24,35 @@ from compressor.registration import register_when_transformers_loads
 from compressor.runtime.lazy import offer
 
 if TYPE_CHECKING:
-    from compressor.evaluate.perplexity import evaluate
+    from compressor.evaluate.remembered import evaluate
     from compressor.export.exporter import export
     from compressor.export.hub import push
     from compressor.measure.profile import measure
     from compressor.models.load import load_model as load
     from compressor.models.writer import Writer
-    from compressor.pipelines.outputs import save
-    from compressor.plan.api import apply, plan
+    from compressor.pipelines.api import Compression, Result, check, compress
+    from compressor.pipelines.steps import apply, save
+    from compressor.plan.api import plan
     from compressor.plan.choices import Choices
     from compressor.plan.shapes import Shape
     from compressor.runtime.context import RunContext
+    from compressor.runtime.errors import BudgetError, InputError
     from compressor.text import load_text
 
 __version__ = "0.1.0"
 __all__ = [
+    "BudgetError",
     "Choices",
+    "Compression",
+    "InputError",
+    "Result",
     "RunContext",
     "Shape",
     "Writer",
     "__version__",
     "apply",
+    "check",
+    "compress",
     "evaluate",
     "export",
     "load",
@@ -55,11 +68,17 @@ register_when_transformers_loads()
 offer(
     __name__,
     {
+        "BudgetError": "runtime.errors",
         "Choices": "plan.choices",
+        "Compression": "pipelines.api",
+        "InputError": "runtime.errors",
+        "Result": "pipelines.api",
         "RunContext": "runtime.context",
         "Shape": "plan.shapes",
         "Writer": "models.writer",
-        "apply": "plan.api",
+        "apply": "pipelines.steps",
+        "check": "pipelines.api",
+        "compress": "pipelines.api",
         "evaluate": "evaluate",
         "export": "export",
         "load": "models.load:load_model",
@@ -67,6 +86,6 @@ offer(
         "measure": "measure",
         "plan": "plan",
         "push": "export.hub",
-        "save": "pipelines.outputs",
+        "save": "pipelines.steps",
     },
 )

@@ -57,7 +57,7 @@ def test_the_report_computes_nothing() -> None:
 def test_the_top_level_holds_the_rooms_and_little_else() -> None:
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     modules = {path.stem for path in PACKAGE.glob("*.py")}
-    assert folders | modules - {"__init__", "__main__", "registration"} == {*ROOMS, "demo", "mix"}
+    assert folders | modules - {"__init__", "__main__", "registration"} == {*ROOMS, "demo", "demo_llama", "mix"}
 
 
 def test_the_patcher_pulls_in_no_planner() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,14 +12,15 @@ import typer
 from compressor import __version__
 from compressor.cli.exit import run_and_exit
 from compressor.cli.help import SETTINGS, Command, Commands
-from compressor.cli.options import Debug, Json, RunOptions, Values, with_options
+from compressor.cli.options import RunOptions, Values, with_options
 from compressor.cli.output import emit
+from compressor.cli.start import refuse_early, resolve_job, started
+from compressor.cli.written import WRITTEN, Directory, Written
 from compressor.pipelines import recipe
 from compressor.runtime.errors import DONE, MISSED, InputError
 
 if TYPE_CHECKING:
     from compressor.report.record import Record
-    from compressor.runtime.context import RunContext
 
 EXAMPLES = """
 Make a language model smaller with a promise: this much smaller, and no worse than that.
@@ -46,14 +45,6 @@ Exit codes: 0 done and inside the budget; 1 the budget is missed or nothing fits
 """
 
 
-EXPORT_TARGETS = ("gguf", "hf-dense", "onnx", "vllm")
-Directory = Annotated[Path, typer.Argument(help="a directory that compress wrote", show_default=False)]
-Written = Annotated[
-    Path,
-    typer.Argument(metavar="PATH", help="a directory that compress wrote, or a .gguf file of it", show_default=False),
-]
-
-
 app = typer.Typer(
     cls=Commands,
     help=EXAMPLES,
@@ -61,62 +52,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-
-def refuse_early(
-    model: str | None, values: Values, recipe_file: Path | None = None, trust_remote_code: bool = False
-) -> None:
-    """Refuse what can be refused before torch is imported, which takes longer than this."""
-    from compressor.evaluate import task_files
-    from compressor.models import hub
-    from compressor.runtime.names import BUILT_IN_TEXTS, HUB_TEXTS, split_name
-    from compressor.text.sources import find_text_files
-
-    for name in (model, values.get("cross")):
-        hub.refuse_unreachable(name)
-    task_files.refuse_early(values.get("tasks"), values.get("task_path"), recipe_file, trust_remote_code)
-    for word in values.get("text") or []:
-        text = split_name(word)[1]
-        if text not in (*HUB_TEXTS, *BUILT_IN_TEXTS) and not text.startswith("hub:"):
-            find_text_files(text)
-
-
-def resolve_job(options: RunOptions, values: Values, *, writes: bool = True) -> recipe.Recipe:
-    """The recipe of a job that compresses, refused here where it says too little or names an output that is taken."""
-    settings = recipe.resolve(options.recipe_file, values)
-    settings.require_model()
-    settings.require_budget()
-    settings.refuse_healing_conflicts()
-    if writes:
-        settings.removal()  # several sizes are refused here
-        settings.refuse_output()
-    return settings
-
-
-@contextmanager
-def started(options: RunOptions, *, dry_run: bool = False) -> Iterator[RunContext]:
-    """Join the other processes of this run, if there are any, and open the cache, which is pruned at the end.
-
-    The cache of a dry run is left as it is.
-    """
-    from compressor.runtime import distributed
-    from compressor.runtime.cache import Cache, open_cache, open_untouched
-    from compressor.runtime.cache_files import in_use
-    from compressor.runtime.context import RunContext
-    from compressor.runtime.locks import scratch_directory
-    from compressor.runtime.progress import Progress
-
-    distributed.join_processes()
-    progress = Progress(visible=distributed.rank() == 0 and not options.quiet, verbose=options.verbose)
-    if dry_run:
-        untouched = open_untouched(options.cache, options.no_cache, progress)
-        yield RunContext(cache=untouched, progress=progress, trust_remote_code=options.trust_remote_code)
-        return
-    # Without a cache, measurements go to a directory that is removed with the run.
-    cache = Cache(scratch_directory(progress), progress) if options.no_cache else open_cache(options.cache, progress)
-    with in_use(cache.directory, progress.say) if distributed.rank() == 0 else nullcontext(), progress.alive():
-        yield RunContext(cache=cache, progress=progress, trust_remote_code=options.trust_remote_code)
-        progress.leave()
 
 
 @app.command(cls=Command, short_help="the whole job; `compress MODEL …` is short for it")
@@ -304,158 +239,8 @@ def check(
     raise typer.Exit(DONE if record.passed else MISSED)
 
 
-@app.command(cls=Command, short_help="what a checkpoint or an export contains")
-def info(directory: Written, as_json: Json = False, debug: Debug = False) -> None:
-    """What a compressed checkpoint or an export contains; exit code 2 if its weights are not those of its record."""
-    from compressor.export.written import is_export, read_export
-
-    if is_export(directory):
-        from compressor.report.export_info import export_info_lines
-
-        export_record = read_export(directory)
-        emit(export_record, as_json, export_info_lines(export_record), None)
-        return
-    from compressor.report import tables
-    from compressor.report.record import Record, read_record, refuse_other_weights, weights_match
-    from compressor.runtime.stored_weights import hash_stored
-
-    record = read_record(directory)
-    sha256 = hash_stored(directory)
-    record = record.model_copy(update={"weights_match": weights_match(record, sha256)})
-    table = tables.block_table(record) if isinstance(record, Record) else None
-    emit(record, as_json, tables.info_lines(record), table)
-    refuse_other_weights(directory, record, sha256)
-
-
-@app.command(cls=Command, short_help="what is kept of earlier runs, and how large it is")
-def cache(
-    show: Annotated[
-        bool, typer.Option("--show", help="where it is, how large, and what is in it (the default)")
-    ] = False,
-    prune: Annotated[
-        bool, typer.Option("--prune", help="remove the least recently used entries until it is within its limit")
-    ] = False,
-    limit: Annotated[
-        str | None,
-        typer.Option(
-            help="for this call: 5GB, 0, or none  [$COMPRESSOR_CACHE_LIMIT, else 20GB and at most a tenth of the disk]"
-        ),
-    ] = None,
-    directory: Annotated[
-        Path | None, typer.Option("--cache", help="where measurements are kept  [~/.cache/compressor]")
-    ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """What is kept of earlier runs, where, and how large; --prune removes what was not used for longest."""
-    from compressor.pipelines import cache
-    from compressor.report.cache_record import cache_lines, cache_tables
-
-    if show and prune:
-        raise InputError("--show and --prune are both given; give one of them")
-    record = cache.run(directory, limit, prune=prune)
-    emit(record, as_json, cache_lines(record), cache_tables(record))
-
-
-@app.command(cls=Command, short_help="send a checkpoint with its card to the Hub")
-def push(
-    directory: Directory,
-    repo: Annotated[str, typer.Argument(metavar="REPO", help="OWNER/NAME on the Hugging Face Hub", show_default=False)],
-    private: Annotated[bool, typer.Option("--private", help="make the repository private if it is new")] = False,
-    branch: Annotated[str | None, typer.Option(help="branch to write to, made if it is missing  [main]")] = None,
-    message: Annotated[str | None, typer.Option(help="of the commit")] = None,
-    create_pr: Annotated[
-        bool, typer.Option("--create-pr", help="open a pull request instead of writing to the branch")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="write into a repository whose files compress did not write")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be sent, and send nothing")] = False,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Send a compressed checkpoint with its card to the Hub in one commit, or say with --dry-run what would be sent."""
-    from compressor.export import hub
-    from compressor.report import tables
-    from compressor.runtime.progress import Progress
-
-    record = hub.push(
-        directory,
-        repo,
-        private=private,
-        branch=branch,
-        message=message,
-        create_pr=create_pr,
-        overwrite=overwrite,
-        dry_run=dry_run,
-        progress=Progress(visible=True),
-    )
-    emit(record, as_json, tables.push_lines(record), tables.push_table(record))
-
-
-@app.command(cls=Command, short_help="write it for llama.cpp, ONNX Runtime, stock transformers, vLLM")
-def export(
-    model: Annotated[
-        str, typer.Argument(metavar="DIR", help="a directory that compress wrote, or its hub id", show_default=False)
-    ],
-    to: Annotated[
-        str,
-        typer.Option(
-            help="gguf: llama.cpp, one file; hf-dense: a stock checkpoint, no custom code; onnx: onnxruntime; "
-            "vllm: per-block widths, not run here"
-        ),
-    ],
-    out: Annotated[str, typer.Option(help="file (gguf) or directory to write; it appears whole or not at all")],
-    dtype: Annotated[
-        str | None, typer.Option(help="of the weights: f32, f16, bf16, and q8_0 for gguf  [as in DIR, if exact]")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier export in --out")] = False,
-    force: Annotated[bool, typer.Option("--force", help="also when nothing of the saving is left")] = False,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Write a compressed checkpoint for llama.cpp, plain transformers, onnxruntime or vLLM: the same outputs."""
-    if to not in EXPORT_TARGETS:
-        raise InputError(f"--to {to} is not known; use {', '.join(EXPORT_TARGETS)}")
-    from compressor.models import hub
-
-    hub.refuse_unreachable(model)  # before torch is imported, which takes longer than this
-    from compressor.export import exporter
-    from compressor.report import tables
-    from compressor.runtime.progress import Progress
-
-    progress = Progress(visible=True)
-    record = exporter.export(model, to, out, dtype=dtype, overwrite=overwrite, force=force, progress=progress)
-    emit(record, as_json, tables.export_lines(record), None)
-
-
-@app.command(cls=Command, short_help="two checkpoints, or one and its source, side by side")
-@with_options
-def compare(
-    values: Values,
-    options: RunOptions,
-    first: Annotated[str, typer.Argument(metavar="A", help="a directory that compress wrote", show_default=False)],
-    second: Annotated[
-        str, typer.Argument(metavar="B", help="another one, or the source of the first", show_default=False)
-    ],
-    measure: Annotated[
-        bool, typer.Option("--measure", help="measure both on the same verification text, with an interval")
-    ] = False,
-) -> None:
-    """Two compressed checkpoints, or one and its source, side by side: what they record, and what they measure."""
-    given = next((key for key, value in values.items() if value not in (None, False)), None)
-    if given and not measure:
-        raise InputError(f"--{given.replace('_', '-')} is about measuring; add --measure, or leave it out")
-    from compressor.pipelines import compare
-    from compressor.report.comparison import comparison_lines, comparison_tables
-
-    record = compare.run(first, second)
-    if measure:
-        from compressor.pipelines import compare_measured
-
-        with started(options) as context:
-            record = compare_measured.run(record, values, context)
-    emit(record, options.as_json, comparison_lines(record), comparison_tables(record))
+for function, text in WRITTEN.items():
+    app.command(cls=Command, short_help=text)(function)
 
 
 @app.callback(invoke_without_command=True)

@@ -22,6 +22,7 @@ def run_and_exit(command: Callable[[], Any], words: Sequence[str]) -> NoReturn:
         ["push"],
         ["info"],
         ["cache"],
+        ["sample"],
     )
     with patient_streams(), handle_interrupts(resumes, is_first_to_fail) as caught:
         try:

@@ -6,16 +6,16 @@ import codecs
 import json
 import re
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from compressor.runtime.errors import visible
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.segment import Segment
+    from rich.table import Table
 
-    from compressor.report.grid import Grid
     from compressor.report.record_parts import Part
 
 # JSON escapes only the control characters below a space; these command a terminal as well, or cannot be encoded.
@@ -24,10 +24,16 @@ UNPRINTABLE = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 NOT_ASCII = re.compile("[\x7f-\U0010ffff]")
 
 
+class Fitting(Protocol):
+    """What becomes a table for a terminal of some width."""
+
+    def fitted(self, width: int) -> Table: ...
+
+
 class EscapedTable:
     """A table as wide as the terminal, in whose cells control characters are escaped."""
 
-    def __init__(self, table: Grid) -> None:
+    def __init__(self, table: Fitting) -> None:
         self.table = table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
@@ -36,7 +42,12 @@ class EscapedTable:
 
 
 def emit(
-    record: Part, as_json: bool, lines: list[str], table: Grid | list[Grid] | None, *, without: str | None = None
+    record: Part,
+    as_json: bool,
+    lines: list[str],
+    table: Fitting | Sequence[Fitting] | None,
+    *,
+    without: str | None = None,
 ) -> None:
     """Print the record as JSON, or the tables and the lines. Of several processes only the first prints.
 
@@ -58,7 +69,7 @@ def emit(
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    for part in table if isinstance(table, list) else [table] if table else []:
+    for part in table if isinstance(table, Sequence) else [table] if table else []:
         console.print(EscapedTable(part))
         console.print()
     for line in lines:

@@ -2,4 +2,4 @@
 
 from compressor.runtime.lazy import offer
 
-__all__ = offer(__name__, {"evaluate": "perplexity", "Budget": "budget", "Evaluator": "evaluator"}, verb="evaluate")
+__all__ = offer(__name__, {"evaluate": "remembered", "Budget": "budget", "Evaluator": "evaluator"}, verb="evaluate")

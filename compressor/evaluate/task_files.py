@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from compressor.runtime.errors import InputError, reason_of
+from compressor.runtime.names import DEMO_TASKS
 from compressor.runtime.network import why_unreachable
 from compressor.runtime.safe_files import PlainLoader, parse_yaml, read_named
 
-BUILT_IN = Path(__file__).parents[1] / "demo" / "tasks"
 BUILT_IN_TASK = "demo_last_word"
 LOCAL_FORMATS = {"json": (".json", ".jsonl"), "csv": (".csv",), "parquet": (".parquet",), "text": (".txt",)}
 TASK_ALTERNATIVES = f"use --task-path DIR with a YAML on a local JSONL file, or the built-in {BUILT_IN_TASK}"
@@ -112,7 +112,7 @@ class Catalogue:
             if not files:
                 raise InputError(f"--task-path {name} holds no .yaml files; give a directory of lm-eval tasks")
             self.add(files)
-        self.add(sorted(BUILT_IN.resolve().glob("*.yaml")))
+        self.add(sorted(DEMO_TASKS.resolve().glob("*.yaml")))
 
     def add(self, files: list[Path], packaged: bool = False) -> None:
         for file in files:

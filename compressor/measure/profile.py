@@ -118,7 +118,8 @@ def measure(
     visit_rows(model, layers, text, context, [collector, *beside], "measure", states)
     profiles = [collector.profiles[block.index] for block in measured]
     blocks, attention = ([p for p in profiles if p.block.is_attention == chosen] for chosen in (False, True))
-    return Profile(blocks, text.fitting.numel(), text.held_out.numel(), text.seq_len, attention)
+    rows = text.fitting.numel(), text.held_out.numel()
+    return Profile(blocks, *rows, text.seq_len, attention, identify(model)["weights"])
 
 
 class ProfileCollector:
@@ -452,11 +453,17 @@ class Profile:
     rows_held_out: int
     seq_len: int
     attention: list[BlockProfile] = field(default_factory=list)
+    weights: str | None = None  # a hash of the weights that were measured, where it is known
 
     @property
     def branches(self) -> list[BlockProfile]:
         """All that was measured, in order of depth."""
         return sorted([*self.blocks, *self.attention], key=lambda p: p.block.index)
+
+    def of(self, indices: Collection[BranchIndex]) -> Profile:
+        """The profile of these branches alone."""
+        blocks, attention = ([p for p in found if p.block.index in indices] for found in (self.blocks, self.attention))
+        return replace(self, blocks=blocks, attention=attention)
 
 
 def unpack_block(

@@ -21,9 +21,10 @@ from huggingface_hub.errors import (
 )
 
 from compressor.runtime.errors import InputError, reason_of
+from compressor.runtime.names import BUILT_IN_MODELS, NAMED_BUILT_IN
 from compressor.runtime.network import why_unreachable
 
-MODEL_ALTERNATIVES = "give a local directory, or `demo` for the built-in model"
+MODEL_ALTERNATIVES = f"give a local directory, or {NAMED_BUILT_IN}, which are built in"
 # Everything but weights and code. The card is needed because it states the licence.
 DESCRIPTION_PATTERNS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", constants.REPOCARD_NAME)
 
@@ -40,7 +41,7 @@ class Snapshot:
 
 def refuse_unreachable(model: str | None) -> None:
     """Refuse a hub id that is neither cached nor reachable. It needs no torch, whose import takes seconds."""
-    if model is None or model == "demo" or os.path.exists(os.path.expanduser(model)):
+    if model is None or model in BUILT_IN_MODELS or os.path.exists(os.path.expanduser(model)):
         return
     try:
         cached = try_to_load_from_cache(model, "config.json")

@@ -41,7 +41,7 @@ from compressor.models.safetensors_files import Shard, find_shards, hash_weights
 from compressor.models.source import Source, record_source
 from compressor.runtime import distributed
 from compressor.runtime.errors import InputError, reason_of
-from compressor.runtime.names import DEMO
+from compressor.runtime.names import BUILT_IN_MODELS, NAMED_BUILT_IN
 from compressor.runtime.resources import format_bytes, require_memory, require_precision
 from compressor.runtime.safe_files import read_json
 from compressor.runtime.stored_weights import SINGLE
@@ -62,7 +62,7 @@ def load_model(
     low_memory: bool = False,
     scratch: Path | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model and its tokenizer from a directory, a hub id, or `demo`, in evaluation mode.
+    """Load a causal language model and its tokenizer from a directory, a hub id or a built-in name, in evaluation mode.
 
     `auto` means a CUDA device if there is one; as a dtype, float32 on a CPU and the checkpoint's dtype elsewhere.
     `allow_compressed` accepts checkpoints that this tool wrote; the code in their directory is not run.
@@ -130,13 +130,14 @@ def resolve_device(device: str) -> torch.device:
 
 def locate_model(model: str, revision: str | None, with_code: bool) -> tuple[str, Path, Snapshot | None]:
     """The name to record, the directory to read, and for a hub id its snapshot (still without weights)."""
-    path = DEMO if model == "demo" else Path(os.path.expanduser(model))
+    built_in = BUILT_IN_MODELS.get(model)
+    if built_in and not (built_in / "config.json").is_file():
+        raise InputError(f"the built-in model `{model}` is missing from this installation; install the package again")
+    path = built_in or Path(os.path.expanduser(model))
     if model and os.path.isdir(path):
         if revision is not None:
             raise InputError(f"revision {revision!r} needs a hub id, but {model} is a directory; leave --revision out")
-        return ("demo" if path == DEMO else os.path.abspath(path)), path, None
-    if model == "demo":
-        raise InputError("the built-in model `demo` is missing from this installation; install the package again")
+        return (model if built_in else os.path.abspath(path)), path, None
     if os.path.isfile(path):
         raise InputError(f"{model} is a file; give the directory that holds config.json and {SINGLE}")
     try:
@@ -145,7 +146,9 @@ def locate_model(model: str, revision: str | None, with_code: bool) -> tuple[str
     except HFValidationError:
         is_path = True
     if is_path:
-        raise InputError(f"directory {model!r} does not exist; give a directory, a hub id such as gpt2, or `demo`")
+        raise InputError(
+            f"directory {model!r} does not exist; give a directory, a hub id such as gpt2, or {NAMED_BUILT_IN}"
+        )
     snapshot = open_snapshot(model, revision, with_code=with_code)
     return model, snapshot.directory, snapshot
 

@@ -26,7 +26,7 @@ from compressor.models.offload import device_of, disk_weights_of, is_as_stored, 
 from compressor.runtime.cache import bytes_of, digest
 from compressor.runtime.card_rules import PLAIN_FILE, carry_over, read_front_matter
 from compressor.runtime.errors import InputError
-from compressor.runtime.names import DEMO
+from compressor.runtime.names import BUILT_IN_MODELS
 from compressor.runtime.network import is_hub_id, is_repo_id
 from compressor.runtime.safe_files import read_json
 
@@ -93,6 +93,12 @@ def identify(model: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         **{name: version(name) for name in PACKAGES},
     }
+
+
+def identify_weights(model: Any) -> dict[str, Any]:
+    """What a model computes, wherever and however it runs: its present weights, its modules and its config."""
+    identity = identify(model)
+    return {name: identity[name] for name in ("weights", "modules", "config")}
 
 
 def sha256_of(words: str) -> str:
@@ -167,7 +173,7 @@ def find_card(source: Source) -> Path | None:
     if is_hub_id(source.model, source.revision):
         cached = try_to_load_from_cache(source.model, constants.REPOCARD_NAME, revision=source.revision)
         return Path(cached) if isinstance(cached, str) else None
-    directory = DEMO if source.model == "demo" else Path(source.model)
+    directory = BUILT_IN_MODELS.get(source.model, Path(source.model))
     return directory / constants.REPOCARD_NAME if directory.is_absolute() else None
 
 

@@ -2,4 +2,4 @@
 
 from compressor.runtime.lazy import offer
 
-__all__ = offer(__name__, {"Recipe": "recipe", "save": "outputs"})
+__all__ = offer(__name__, {"Recipe": "recipe", "save": "steps"})

@@ -17,7 +17,7 @@ from compressor.pipelines.compress import finish
 from compressor.pipelines.describe import describe_healing, describe_source, describe_text, put_replacements
 from compressor.pipelines.job import open_job, require_room, reserved_out, size_target
 from compressor.pipelines.recipe import Recipe
-from compressor.pipelines.steps import list_steps
+from compressor.pipelines.stages import list_steps
 from compressor.plan.api import fit_shapes
 from compressor.plan.shapes import Shape
 from compressor.plan.verify import refuse_over_budget
@@ -84,7 +84,8 @@ def run(recipe: Recipe, plan_file: Path, context: RunContext) -> Record:
             blocks=[branch for index, branch in known.items() if not isinstance(index, AttentionOf)],
             attention=[branch for index, branch in known.items() if isinstance(index, AttentionOf)],
         )
-        return finish(job, evaluator, fits, source, compressed, put_replacements(record, fits), out)
+        record = put_replacements(record, fits)
+        return finish(job, evaluator, fits, source, compressed, record).write(out, context.progress)
 
 
 def refuse_short(recipe: Recipe, plan_file: Path, model: Any, fits: Replacements) -> None:

@@ -36,7 +36,7 @@ from compressor.pipelines.job import (
     timings,
 )
 from compressor.pipelines.recipe import Recipe
-from compressor.pipelines.steps import list_steps
+from compressor.pipelines.stages import list_steps
 from compressor.report.ci import append_summary, junit, refuse_unwritable
 from compressor.report.formats import name_replacement
 from compressor.report.page import page

@@ -13,7 +13,7 @@ from compressor.report.formats import name_replacement
 from compressor.report.record import SCHEMA_VERSION, Record, SavedRecord, read_record
 from compressor.report.record_parts import Block, Replacement, SavedBlock, Tool
 from compressor.runtime.errors import InputError
-from compressor.runtime.names import DEMO, RECORD
+from compressor.runtime.names import BUILT_IN_MODELS, RECORD
 from compressor.runtime.stored_weights import hash_stored, list_files
 
 Recorded = Record | SavedRecord
@@ -52,7 +52,7 @@ def read_checkpoint(name: str) -> Recorded | None:
 
 def describe_side(name: str, record: Recorded | None, other: Recorded) -> Side:
     """One model; without a record it must be the source of the other."""
-    directory = DEMO if name == "demo" else Path(name)
+    directory = BUILT_IN_MODELS.get(name) or Path(name)
     files = list_files(directory) if directory.is_dir() else []
     size = sum(file.stat().st_size for file in files) or None
     known = record if record is not None else other

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from compressor.evaluate.budget import compute_limits
 from compressor.evaluate.evaluator import Evaluator, Measured
@@ -28,7 +31,7 @@ from compressor.pipelines.describe_profile import describe_profile
 from compressor.pipelines.job import Job, open_job, require_room, reserved_out, size_target, study_blocks
 from compressor.pipelines.outputs import write_result
 from compressor.pipelines.recipe import Recipe
-from compressor.pipelines.steps import list_steps, weigh_steps
+from compressor.pipelines.stages import list_steps, weigh_steps
 from compressor.plan.healing import Healer
 from compressor.plan.moments_store import open_store
 from compressor.plan.search import Planner, prepare_search
@@ -39,38 +42,69 @@ from compressor.report.record_parts import present
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 from compressor.runtime.names import WRITE
+from compressor.runtime.progress import Progress
 from compressor.text import SPLITS
+
+
+@dataclass(frozen=True)
+class CompressedModel:
+    """A patched model that was held against its budget, with the record of everything that was measured; not written
+    yet."""
+
+    model: Any
+    tokenizer: Any
+    record: Record
+    recipe: str
+    tokens: Tensor  # that the written checkpoint is run on
+
+    def write(self, out: Path, progress: Progress) -> Record:
+        """Write everything into a directory that is reserved."""
+        written = write_result(
+            self.model, self.tokenizer, out, self.record, self.recipe, tokens=self.tokens, progress=progress
+        )
+        return written.with_parts(out=str(out))
 
 
 def run(recipe: Recipe, context: RunContext) -> Record:
     """The whole job. BudgetError, and nothing written, when no plan holds on the verification text and the tasks."""
-    recipe.require_budget()
-    recipe.removal()  # several sizes are refused here
-    context.progress.follow(list_steps("compress", recipe))
+    refuse_early(recipe)
     with reserved_out(recipe, context) as out:
-        job = open_job(recipe, context, with_choices=True)
+        return compress(recipe, context, out).write(out, context.progress)
+
+
+def refuse_early(recipe: Recipe) -> None:
+    """Refuse a recipe that asks for nothing, or for several sizes."""
+    recipe.require_budget()
+    recipe.removal()
+
+
+def compress(recipe: Recipe, context: RunContext, out: Path | None = None) -> CompressedModel:
+    """Everything but the writing; `out` is where that will go, if it is known. BudgetError when nothing holds."""
+    context.progress.follow(list_steps("compress", recipe))
+    job = open_job(recipe, context, with_choices=True)
+    if out is not None:
         require_room(job, out)
-        evaluator = job.evaluator()
+    evaluator = job.evaluator()
 
-        store = open_store(job.model, job.text, job.context, job.choices)
-        context.progress.follow(weigh_steps("compress", job, store))
-        branches, beside = job.choices.searched_branches, [store.collector()]
-        profile = measure(job.model, job.text, job.context, branches=branches, beside=beside, states=store.states)
-        source = evaluator.measure(job.model, "source", identify(job.model))
-        limits = compute_limits(evaluator.budgets, evaluator.perplexities(source.losses), recipe.max_kl)
-        with_kl = recipe.max_kl is not None
-        space = prepare_search(job.model, job.text, job.context, job.choices, store=store, fidelity=with_kl)
-        study = study_blocks(job, profile, space.damages, limits.least, swap=False)  # planning needs no sweep
-        how: dict[str, Any] = {"objective": job.recipe.objective, "profile": profile}
-        healer = job.healer()
-        planner = Planner(space, limits, study.verdicts, compensate=healer is None, **how)
-        verified = find_plan(job, planner, evaluator, source, healer)
+    store = open_store(job.model, job.text, job.context, job.choices)
+    context.progress.follow(weigh_steps("compress", job, store))
+    branches, beside = job.choices.searched_branches, [store.collector()]
+    profile = measure(job.model, job.text, job.context, branches=branches, beside=beside, states=store.states)
+    source = evaluator.measure(job.model, "source", identify(job.model))
+    limits = compute_limits(evaluator.budgets, evaluator.perplexities(source.losses), recipe.max_kl)
+    with_kl = recipe.max_kl is not None
+    space = prepare_search(job.model, job.text, job.context, job.choices, store=store, fidelity=with_kl)
+    study = study_blocks(job, profile, space.damages, limits.least, swap=False)  # planning needs no sweep
+    how: dict[str, Any] = {"objective": job.recipe.objective, "profile": profile}
+    healer = job.healer()
+    planner = Planner(space, limits, study.verdicts, compensate=healer is None, **how)
+    verified = find_plan(job, planner, evaluator, source, healer)
 
-        record = describe_profile(job.model, job.tokenizer, job.text, profile, study)
-        record = record.with_parts(recipe=job.recipe.settings(), verification_looks=verified.looks)
-        record = describe_plan(record, verified.plan, describe_healing(verified.healing, job.text))
-        looks = verified.task_looks
-        return finish(job, evaluator, verified.plan.fits, source, verified.measured, record, out, looks)
+    record = describe_profile(job.model, job.tokenizer, job.text, profile, study)
+    record = record.with_parts(recipe=job.recipe.settings(), verification_looks=verified.looks)
+    record = describe_plan(record, verified.plan, describe_healing(verified.healing, job.text))
+    looks = verified.task_looks
+    return finish(job, evaluator, verified.plan.fits, source, verified.measured, record, looks)
 
 
 def find_plan(
@@ -97,11 +131,9 @@ def finish(
     source: Measured,
     compressed: Measured,
     record: Record,
-    out: Path,
     task_looks: Mapping[str, int] | None = None,
-) -> Record:
-    """Measure the speed, patch for good, assess the patched model against its source, complete the record, and write
-    everything."""
+) -> CompressedModel:
+    """Measure the speed, patch for good, assess the patched model against its source, and complete the record."""
     blocks, windows = find_branches(job.model), job.text.verification.windows
     identity = identify_patched(job.model, fits)
     first = distributed.rank() == 0
@@ -124,7 +156,4 @@ def finish(
     assessed["warnings"] = [*record.warnings, *assessed["warnings"]]
     record = record.with_parts(**assessed, speed=speed, kv_cache=kv_cache, timings=timings)
     recipe = recipes.dump(job.recipe, "Reproduces this checkpoint:\ncompress --recipe recipe.yaml --out NEW_DIRECTORY")
-    written = write_result(
-        job.model, job.tokenizer, out, record, recipe, tokens=windows[:1, :TOKENS], progress=job.context.progress
-    )
-    return written.with_parts(out=str(out))
+    return CompressedModel(job.model, job.tokenizer, record, recipe, windows[:1, :TOKENS])

@@ -13,7 +13,7 @@ import torch
 
 from compressor.evaluate.perplexity import PerplexityChange
 from compressor.measure.probes import BILINEAR_RANK, CONVERGED, ROUND, TRAINED_BATCH, TRAINED_RATE, Crossing
-from compressor.measure.profile import FIGURES, ROWS_PER_FEATURE, BlockProfile, Profile
+from compressor.measure.profile import FIGURES, ROWS_PER_FEATURE, BlockProfile, Profile, TopRow
 from compressor.measure.r2_interval import FEW_WINDOWS
 from compressor.measure.study import Study
 from compressor.models.blocks import Block
@@ -47,7 +47,8 @@ def describe_profile(model: Any, tokenizer: Any, text: Text, profile: Profile, s
         kept = keep_attention(model)
         attention["attention"] = [
             parts.Attention(
-                **block_values(p, study, name_rows(p, text, tokenizer), has_bias(model, p.block)), replacement=kept
+                **block_values(p, study, name_rows(p.top_rows, text, tokenizer), has_bias(model, p.block)),
+                replacement=kept,
             )
             for p in profile.attention
         ]
@@ -59,7 +60,9 @@ def describe_profile(model: Any, tokenizer: Any, text: Text, profile: Profile, s
         parameters=parts.Parameters(before=count_parameters(model)),
         rows=parts.Rows(fitted=profile.rows_fitted, held_out=profile.rows_held_out),
         blocks=[
-            parts.Block(**block_values(p, study, name_rows(p, text, tokenizer)), replacement=keep_ffn(model, p.block))
+            parts.Block(
+                **block_values(p, study, name_rows(p.top_rows, text, tokenizer)), replacement=keep_ffn(model, p.block)
+            )
             for p in profile.blocks
         ],
         shape=describe_shape([p.r2_lin for p in profile.blocks]) if profile.blocks else None,
@@ -165,11 +168,11 @@ def ladder_ranks(full: int) -> list[int]:
     return sorted({0, full, *(rank for rank in steps if rank < full)})
 
 
-def name_rows(p: BlockProfile, text: Text, tokenizer: Any) -> list[parts.TopRow]:
-    """The rows that carry most variance, by token, place, and the text around them."""
+def name_rows(top_rows: Sequence[TopRow], text: Text, tokenizer: Any) -> list[parts.TopRow]:
+    """The rows that carry most variance, by token, place, and the text around them; none without a tokenizer."""
     windows = text.held_out
     rows = []
-    for row in p.top_rows:
+    for row in top_rows if tokenizer is not None else ():
         window = windows[row.window].tolist()
         start = max(0, row.position - AROUND)
         around = (window[start : row.position], window[row.position + 1 : row.position + 1 + AROUND])

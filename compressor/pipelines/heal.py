@@ -17,7 +17,7 @@ from compressor.pipelines.check import recipe_of
 from compressor.pipelines.compress import finish
 from compressor.pipelines.describe import describe_healing, describe_source, describe_text
 from compressor.pipelines.job import open_job, placing, require_room, reserved_out
-from compressor.pipelines.steps import list_steps
+from compressor.pipelines.stages import list_steps
 from compressor.plan.verify import refuse_over_budget
 from compressor.report.record import Record, describe_tool, read_record
 from compressor.runtime.context import RunContext
@@ -62,7 +62,7 @@ def run(directory: Path, options: Mapping[str, Any], source: str | None, context
             healing=describe_healing(healing, job.text),
             warnings=[],
         )
-        return finish(job, evaluator, healing.fits, before, after, record, out)
+        return finish(job, evaluator, healing.fits, before, after, record).write(out, context.progress)
 
 
 def read_replacements(directory: Path, model: Any, place: Mapping[str, Any]) -> Replacements:

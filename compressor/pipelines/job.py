@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -38,7 +37,15 @@ from compressor.plan.removal import SizeTarget, refuse_too_large
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
-from compressor.runtime.names import BUILT_IN_TEXTS, CALIBRATION_TOKENS, HUB_TEXTS, LOAD, MIX, RECORD, SELF
+from compressor.runtime.names import (
+    BUILT_IN_MODELS,
+    CALIBRATION_TOKENS,
+    HUB_TEXTS,
+    LOAD,
+    MIX,
+    RECORD,
+    SELF,
+)
 from compressor.runtime.outputs import reserved
 from compressor.runtime.progress import Progress
 from compressor.runtime.resources import require_disk
@@ -47,10 +54,11 @@ from compressor.text import (
     MissingDataSet,
     ShortText,
     Text,
+    absolute,
     find_data_set,
     group_by_name,
     load_text,
-    parse_text_argument,
+    name_again,
 )
 
 DEFAULT_SEQ_LEN = 512
@@ -217,18 +225,11 @@ def read_escapes(separator: str | None) -> str | None:
     return separator and separator.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def absolute(name: str) -> str:
-    """A path that still holds from another working directory; anything else, and what is built in, as it is."""
-    if name in BUILT_IN_TEXTS or name in HUB_TEXTS:
-        return name
-    return os.path.abspath(os.path.expanduser(name)) if Path(name).expanduser().exists() else name
-
-
 def choose_text(recipe: Recipe, model: Any, context: RunContext) -> list[str]:
-    """The words of --text. Where it is not given: the built-in text for the built-in model, WikiText for others and,
+    """The words of --text. Where it is not given: the built-in text for a built-in model, WikiText for others and,
     where that cannot be had, what the model writes itself; or the built-in mix, where the model's weights are on disk.
     """
-    if recipe.text or recipe.model == "demo":
+    if recipe.text or recipe.model in BUILT_IN_MODELS:
         return recipe.text or ["demo"]
     usual = next(iter(HUB_TEXTS))
     # The first process decides for all: another one may or may not reach the Hub.
@@ -277,10 +278,7 @@ def open_text(
     `writer` writes `--text self`; without one this model does.
     """
     seq_len = choose_seq_len(recipe, model)
-    names = []
-    for word in choose_text(recipe, model, run):
-        name, rest = parse_text_argument(word)
-        names.append(absolute(rest) if name is None else f"{name}={absolute(rest)}")
+    names = [name_again(word) for word in choose_text(recipe, model, run)]
     size = None if recipe.calib_tokens else choose_calibration(model, seq_len)
 
     def read(tokens: int) -> Text:
@@ -354,8 +352,8 @@ def read_enough(read: Callable[[int], Text], tokens: int, step: int) -> Text:
 
 
 def name_tasks(recipe: Recipe, trust_remote_code: bool) -> tuple[list[Task], Recipe]:
-    """The tasks to score, and the recipe with their names; the built-in model comes with one."""
-    names = recipe.tasks if recipe.tasks is not None else [BUILT_IN_TASK] if recipe.model == "demo" else []
+    """The tasks to score, and the recipe with their names; a built-in model comes with one."""
+    names = recipe.tasks if recipe.tasks is not None else [BUILT_IN_TASK] if recipe.model in BUILT_IN_MODELS else []
     paths = [absolute(path) for path in recipe.task_path or []]
     if recipe.max_task_drop and not names:
         raise InputError("--max-task-drop is given, but no --tasks; name them, such as --tasks lambada_openai,piqa")

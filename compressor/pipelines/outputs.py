@@ -9,10 +9,9 @@ from typing import Any, TypeVar, cast
 from torch import Tensor
 
 from compressor.models.load import quiet
-from compressor.models.source import source_of, stored_dtype
+from compressor.models.source import stored_dtype
 from compressor.patch.checkpoint import write_checkpoint
 from compressor.patch.verify import first_tokens, verify_written
-from compressor.pipelines.describe import describe_model
 from compressor.pipelines.describe_profile import tables_of
 from compressor.report.card import PICTURE, card
 from compressor.report.charts import charts_of, draw
@@ -20,28 +19,12 @@ from compressor.report.page import page
 from compressor.report.record import ProfileSet, Record, SavedRecord
 from compressor.runtime import distributed
 from compressor.runtime.names import PROFILE, RECORD
-from compressor.runtime.outputs import reporting_disk_errors, reserved, whole_directory, write_json
+from compressor.runtime.outputs import reporting_disk_errors, whole_directory, write_json
 from compressor.runtime.progress import Progress
 from compressor.runtime.safe_files import finite
 from compressor.runtime.stored_weights import hash_stored
 
 AnyRecord = TypeVar("AnyRecord", bound=Record | SavedRecord)
-
-
-def save(
-    model: Any,
-    tokenizer: Any,
-    out: str | Path,
-    *,
-    record: Record | None = None,
-    recipe: str | None = None,
-    overwrite: bool = False,
-) -> Path:
-    """Save a model (with the replacements that are in it) in its source's dtype, with its record and card."""
-    progress = Progress()
-    with reserved(out, overwrite, source_of(model).model, RECORD, progress.say) as target:
-        write_result(model, tokenizer, target, record or describe_model(model), recipe, progress=progress)
-    return target
 
 
 def write_result(

@@ -21,7 +21,7 @@ from compressor.pipelines.describe import describe_budget, describe_plan
 from compressor.pipelines.describe_profile import describe_profile
 from compressor.pipelines.job import Job, open_job, size_target
 from compressor.pipelines.recipe import Recipe
-from compressor.pipelines.steps import list_steps, weigh_steps
+from compressor.pipelines.stages import list_steps, weigh_steps
 from compressor.plan.moments_store import open_store
 from compressor.plan.removal import SizeTarget, refuse_over_selection, search_size
 from compressor.plan.search import ROOM, Plan, Planner, SearchSpace, prepare_search

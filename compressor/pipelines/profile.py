@@ -10,16 +10,16 @@ from pathlib import Path
 from compressor.measure.gradients import predict_damages
 from compressor.measure.profile import measure
 from compressor.pipelines.describe_profile import describe_corpora, describe_doubts, describe_profile
-from compressor.pipelines.job import Job, absolute, open_job, open_text, study_blocks
+from compressor.pipelines.job import Job, open_job, open_text, study_blocks
 from compressor.pipelines.outputs import save_profile
 from compressor.pipelines.recipe import Recipe
-from compressor.pipelines.steps import list_steps, weigh_steps
+from compressor.pipelines.stages import list_steps, weigh_steps
 from compressor.report.formats import last_part
 from compressor.report.record import ProfileSet, Record, describe_tool
 from compressor.runtime.context import RunContext
 from compressor.runtime.names import PROFILE, UNNAMED, WRITE
 from compressor.runtime.outputs import reserved
-from compressor.text import Text, group_by_name
+from compressor.text import Text, absolute, group_by_name
 
 
 def run(recipe: Recipe, models: Sequence[str], context: RunContext, *, write: bool = True) -> Record | ProfileSet:

@@ -29,6 +29,7 @@ from compressor.runtime.errors import InputError
 from compressor.runtime.names import (
     CALIBRATION_TOKENS,
     DTYPES,
+    NAMED_BUILT_IN,
     RECORD,
     SELECTION_TOKENS,
     VERIFICATION_TOKENS,
@@ -133,7 +134,7 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str | None = Field(default=None, description="hub id, local directory, or `demo`")
+    model: str | None = Field(default=None, description=f"hub id, local directory, or {NAMED_BUILT_IN}")
     out: str | None = Field(default=None, description="directory to write; it appears whole or not at all")
     overwrite: Switch = Field(default=False, description="replace an earlier result in --out")
     max_dppl: Amounts | None = Field(
@@ -349,7 +350,7 @@ class Recipe(BaseModel):
     def require_model(self) -> str:
         """The model, which must be named."""
         if self.model is None:
-            raise InputError("no model: give a directory, a hub id such as gpt2, or `demo`")
+            raise InputError(f"no model: give a directory, a hub id such as gpt2, or {NAMED_BUILT_IN}")
         return self.model
 
     def refuse_output(self) -> Path:

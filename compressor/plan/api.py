@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from compressor.evaluate.budget import Budget, Removal, compute_limits, parse_budgets, parse_divergence
+from compressor.evaluate.budget import Budget, Limits, Removal, compute_limits, parse_budgets, parse_divergence
 from compressor.evaluate.perplexity import evaluate
+from compressor.evaluate.remembered import remember_losses
 from compressor.measure.profile import Profile
+from compressor.measure.study import Study
 from compressor.measure.verdicts import judge_all
 from compressor.models.blocks import find_blocks, find_branches
 from compressor.models.branches import BranchIndex
+from compressor.models.source import identify_weights
 from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import patch
 from compressor.plan.choices import ANYTHING, Choices
@@ -22,6 +26,26 @@ from compressor.plan.shapes import Shape, Shapes, describe_shape
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.text import Text
+
+
+@dataclass(frozen=True)
+class SearchedPlan(Plan):
+    """A plan with what it stands on: the profile and verdicts that it was searched with, on which text, for which
+    limits and size, and the identity of the weights. `settings` are what was asked for, as keys of a recipe."""
+
+    profile: Profile
+    study: Study
+    text: Text
+    limits: Limits
+    target: SizeTarget | None
+    seed: int
+    settings: dict[str, Any]
+    identity: dict[str, Any]
+
+    def without_modules(self) -> SearchedPlan:
+        """The plan without weights and measurements in them: what may be kept beside a model that has it."""
+        study, profile = Study({}, {}), replace(self.profile, blocks=[], attention=[])
+        return replace(self, fits={}, trials=[], profile=profile, study=study)
 
 
 def make_planner(
@@ -40,6 +64,7 @@ def make_planner(
     runner = space.runner
     text = runner.text
     losses = evaluate(runner.model, text.verification.windows, runner.context, step="verify")
+    remember_losses(runner.model, text.verification.windows, losses)
     baselines = {name: losses.part(part).perplexity for name, part in text.parts("verification").items()}
     limits = compute_limits(budgets, baselines, max_kl)
     verdicts = judge_all(profile, space.damages, limits.smallest, {})
@@ -80,7 +105,23 @@ def plan(
         refuse_too_large(target, [block for block in blocks if choices.allows_block(block.index)], choices.kinds)
     space = prepare_search(model, text, context, choices, fidelity=kl is not None)
     planner = make_planner(space, profile, budgets, max_kl=kl, objective=objective, room=ROOM)
-    return planner.search() if target is None else refuse_over_selection(planner, search_size(planner, target), target)
+    found = planner.search() if target is None else refuse_over_selection(planner, search_size(planner, target), target)
+    identity = identify_weights(model)
+    if profile.weights != identity["weights"]:  # figures of other weights are not kept
+        return found
+    asked = {"max_dppl": None if max_dppl is None else words, "max_kl": kl, "remove": remove}
+    settings = {key: value for key, value in asked.items() if value is not None}
+    return SearchedPlan(
+        **vars(found),
+        profile=profile.of(space.damages),
+        study=Study(dict(planner.verdicts), space.damages),
+        text=text,
+        limits=planner.limits,
+        target=target,
+        seed=context.seed,
+        settings={"confidence": context.confidence, **settings},
+        identity=identity,
+    )
 
 
 def fit_shapes(

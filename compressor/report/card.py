@@ -29,12 +29,17 @@ from compressor.report.record import Record, SavedRecord
 from compressor.report.record_parts import Block, SavedBlock, Source, TextResult, present
 from compressor.report.speed_parts import Speed
 from compressor.report.tables import fidelity_rows, task_row, text_row
+from compressor.report.unverified import is_unverified, selection_lines
 from compressor.runtime.card_rules import carry_over
 from compressor.runtime.errors import visible
 from compressor.runtime.figures import count, signed
 from compressor.runtime.names import NO_LIMIT, UNNAMED
 from compressor.runtime.network import is_hub_id, is_repo_id
 
+UNVERIFIED = (
+    "That is the text that its plan was searched on. It was made step by step in Python and not measured on the "
+    "verification text: measure it with `compress check` before it is used."
+)
 PICTURE = "figures/depth.png"
 TAGS = ["compressor", "compressed", "linear-ffn"]
 # Of the four relations that the Hub knows this is the nearest: the same model in fewer bytes, made without training.
@@ -133,9 +138,10 @@ def opening_section(record: Record | SavedRecord) -> list[str]:
         nearness = f" {record.fidelity}." if record.fidelity else ""
         cache = "".join(f" {sentence}" for sentence in say_cache(record.kv_cache))
         weights = say_weights(size, source.dtype)
+        cost = f", and {changes}" if changes else ""
         lines.append(
             f"**{percent(size.removed_fraction)} of the parameters are gone** ({present(size.before):,} → "
-            f"{present(size.after):,}{weights and f'; weights {weights}'}), and {changes}.{nearness}{cache}\n"
+            f"{present(size.after):,}{weights and f'; weights {weights}'}){cost}.{nearness}{cache}\n"
         )
     return lines
 
@@ -166,6 +172,9 @@ def measured_section(record: Record | SavedRecord) -> list[str]:
     """A table of everything that was measured of both models, and what the budget was."""
     if not isinstance(record, Record):
         return ["## Measured\n\nNothing: it was saved through the Python API, without a budget.\n"]
+    if is_unverified(record):
+        found = "".join(f"- {escape(line)}\n" for line in selection_lines(record))
+        return [f"## Measured\n\n{found}\n{UNVERIFIED}\n"]
     texts, size = record.text_results(), record.parameters
     rows = [text_row(name, text) for name, text in texts.items()]
     if list(texts) == [UNNAMED]:
@@ -292,11 +301,13 @@ def reproducing_section(record: Record | SavedRecord) -> list[str]:
     if not isinstance(record, Record):
         return []
     source = record.source
+    again = "compress --recipe recipe.yaml --out NEW_DIR   # the same weights from the same source and text\n"
+    if record.in_steps:  # no command makes these weights again
+        again = ""
     revision = f" at revision {escape(source.revision)}" if source.revision else ""
     return [
         "## Reproduce\n",
-        "```\ncompress --recipe recipe.yaml --out NEW_DIR   # the same weights from the same source and text\n"
-        "compress check DIR                            # measure both models again\n```\n",
+        f"```\n{again}compress check DIR                            # measure both models again\n```\n",
         f"The source{revision} has weights of sha256 `{short_hash(source.weights_sha256)}`. `recipe.yaml` has every "
         "setting, `compression.json` every measurement, and `report.html` shows them.\n",
     ]

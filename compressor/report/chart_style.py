@@ -100,16 +100,24 @@ def write(chart: Chart, stem: Path) -> list[str]:
     import vl_convert
 
     files = [stem.with_name(stem.name + suffix) for suffix in (".png", ".svg")]
+    drawn = draw_svg(chart)
+    files[0].write_bytes(vl_convert.svg_to_png(drawn, scale=2))
+    files[1].write_text(drawn, encoding="utf-8")
+    return [str(file) for file in files]
+
+
+def draw_svg(chart: Chart) -> str:
+    """The chart with its title and caption as SVG."""
+    import vl_convert
+
     title = {"text": clean(chart.title), "subtitle": textwrap.wrap(clean(chart.caption, 2000), 112)}
     spec: Row = {**chart.spec, "title": title, "padding": 12}
     if "vconcat" in spec:
         spec["vconcat"] = [{**panel, "width": WIDTH} for panel in spec["vconcat"]]
     else:
         spec["width"] = WIDTH
-    drawn = vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE)
-    files[0].write_bytes(vl_convert.svg_to_png(drawn, scale=2))
-    files[1].write_text(drawn, encoding="utf-8")
-    return [str(file) for file in files]
+    drawn: str = vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE)
+    return drawn
 
 
 def clean(text: str, most: int = 80) -> str:

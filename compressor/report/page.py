@@ -51,6 +51,7 @@ from compressor.report.healing import capitalised, list_looks, say_rises
 from compressor.report.record import ProfileSet, Record
 from compressor.report.record_parts import SIZE_CHECK, Block, Sample, TextResult, TopRow
 from compressor.report.summary import answer, finding_lines
+from compressor.report.unverified import unverified_lines
 from compressor.runtime.errors import visible
 from compressor.runtime.figures import count
 from compressor.runtime.names import NO_LIMIT
@@ -157,7 +158,7 @@ def page(record: Record | ProfileSet) -> str:
         return render(
             "profiles.html", f"How linear are {', '.join(m.name for m in models)}?", models=models, compared=compared
         )
-    if record.shape is not None and record.perplexity is None:
+    if record.shape is not None and record.perplexity is None and not record.selection:
         model = describe(record, PROFILE)
         return render("profile.html", f"How linear is {model.name}?", model=model)
     model = describe(record, ASSESSMENT)
@@ -253,6 +254,7 @@ def headline(record: Record) -> Answer:
     sentences = [
         say_size(record),
         *loss,
+        *(f"{line[0].upper()}{line[1:]}." for line in unverified_lines(record)),
         *(nearness if limited else []),
         *say_speed(record),
         *say_cache(record.kv_cache),

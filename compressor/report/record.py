@@ -94,6 +94,7 @@ class Record(Versioned):
     selection: dict[str, PerplexityChange] = Field(default_factory=dict)
     trials: list[TriedPlan] = Field(default_factory=list)
     compensated: bool = False
+    in_steps: bool = False  # made step by step in Python, so that no command makes it again
     healing: Healing | None = None
     agreement: Agreement | None = None
     frontier: list[FrontierPoint] = Field(default_factory=list)
@@ -183,9 +184,17 @@ def read_record(directory: Path) -> Record | SavedRecord:
         raise InputError(f"{directory} has no {RECORD}: it was not written by compress")
     values = read_json(file, str(directory))
     try:
-        return (SavedRecord if values.get("perplexity") is None else Record).model_validate(values)
+        return (Record if is_measured(values) else SavedRecord).model_validate(values)
     except ValidationError as error:
         raise InputError(f"{file} is not a compression record of schema 1: {list_mistakes(error)}") from error
+
+
+def is_measured(values: dict[str, Any]) -> bool:
+    """Whether a file has the figures of a compressed model: its perplexity, or what its search measured."""
+    sizes = values.get("parameters")
+    whole = isinstance(sizes, dict) and all(sizes.get(name) is not None for name in Parameters.model_fields)
+    searched = whole and all(values.get(name) for name in ("selection", "budget", "text", "blocks"))
+    return searched or values.get("perplexity") is not None
 
 
 def by_verdict(blocks: Iterable[Block]) -> dict[Verdict | None, list[int]]:

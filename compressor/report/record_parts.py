@@ -97,6 +97,11 @@ class PerplexityChange(Part):
     documents: Count | None = None
     fidelity: Fidelity | None = None
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of the difference."""
+        return self.delta_ci95
+
 
 class Trial(PerplexityChange):
     """A block replaced by its linear map, on trial."""

@@ -37,6 +37,7 @@ from compressor.report.record_parts import (
     TextResult,
     present,
 )
+from compressor.report.unverified import unverified_lines
 from compressor.runtime.figures import count, signed, signed_interval
 from compressor.runtime.names import NO_LIMIT, UNNAMED
 from compressor.runtime.resources import format_bytes
@@ -372,6 +373,7 @@ def info_lines(record: Record | SavedRecord) -> list[str]:
             *notes(record),
             *attention_lines(record),
             *figures,
+            *unverified_lines(record),
             *healing_lines(record.healing),
             *size_lines(record),
             *weights_lines(record),

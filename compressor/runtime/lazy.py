@@ -27,7 +27,8 @@ class LazyPackage(ModuleType):
         return module if path == name else getattr(module, attribute or name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._homes})
+        """The public names, and what every module has; not the rooms and imports behind them."""
+        return sorted({*self._homes, *(name for name in super().__dir__() if name.startswith("__"))})
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if self._verb is None:

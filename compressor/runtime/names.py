@@ -1,13 +1,18 @@
-"""Names and sizes that several rooms share: files of an output, texts of the Hub, tokens of each split of a text."""
+"""Names and sizes that several rooms share: built-in models, files of an output, texts of the Hub, tokens of each split
+of a text."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-BUILT_IN_MODELS = ("demo",)
 DTYPES = ("auto", "float32", "bfloat16", "float16")  # to compute in
-DEMO = Path(__file__).parents[1] / "demo"
+PACKAGE = Path(__file__).parents[1]
+DEMO_TEXT = PACKAGE / "demo" / "text"  # what both built-in models were trained for, held out
+DEMO_TASKS = PACKAGE / "demo" / "tasks"
+# The built-in models and their directories. They have the same tokenizer, text and task.
+BUILT_IN_MODELS = {"demo": PACKAGE / "demo", "demo-llama": PACKAGE / "demo_llama"}
+NAMED_BUILT_IN = " or ".join(f"`{name}`" for name in BUILT_IN_MODELS)
 
 NAMED = re.compile(r"(?P<name>[A-Za-z0-9_.:-]+)=(?P<rest>.*)", re.DOTALL)
 

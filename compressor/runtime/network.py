@@ -10,6 +10,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from compressor.runtime.errors import reason_of
+from compressor.runtime.names import BUILT_IN_MODELS
 
 PROBE_SECONDS = 4.0
 
@@ -51,4 +52,4 @@ def is_hub_id(model: str, revision: str | None) -> bool:
     A name without an owner is one only if a commit is recorded: for a model without a source the name of its class is
     recorded, which looks the same.
     """
-    return model != "demo" and is_repo_id(model) and ("/" in model or revision is not None)
+    return model not in BUILT_IN_MODELS and is_repo_id(model) and ("/" in model or revision is not None)

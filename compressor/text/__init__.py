@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from compressor.runtime.lazy import offer
-from compressor.runtime.names import SPLITS
+from compressor.runtime.names import DEMO_TEXT, SPLITS
 
 if TYPE_CHECKING:
     from compressor.text.documents import Document, divide, subsample
     from compressor.text.sources import (
-        DEMO_TEXT,
         MIX_TEXT,
         MissingDataSet,
+        absolute,
         datasets_offline,
         find_data_set,
         find_text_files,
@@ -30,15 +30,16 @@ if TYPE_CHECKING:
         cut_windows,
         group_by_name,
         load_text,
+        name_again,
         parse_text_argument,
         seed_of,
     )
 
 DOCUMENTS = ("Document", "divide", "subsample")
 SOURCES = (
-    "DEMO_TEXT",
     "MIX_TEXT",
     "MissingDataSet",
+    "absolute",
     "datasets_offline",
     "find_data_set",
     "find_text_files",
@@ -56,6 +57,7 @@ WINDOWS = (
     "cut_windows",
     "group_by_name",
     "load_text",
+    "name_again",
     "parse_text_argument",
     "seed_of",
 )
@@ -72,6 +74,7 @@ __all__ = [
     "ShortText",
     "Split",
     "Text",
+    "absolute",
     "batches",
     "bos_prefix",
     "cut_windows",
@@ -81,6 +84,7 @@ __all__ = [
     "find_text_files",
     "group_by_name",
     "load_text",
+    "name_again",
     "parse_text_argument",
     "read_text_file",
     "seed_of",

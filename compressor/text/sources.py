@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.runtime.errors import InputError, reason_of
-from compressor.runtime.names import BUILT_IN_TEXTS, HUB_SPLITS, HUB_TEXTS, MIX
+from compressor.runtime.names import BUILT_IN_TEXTS, DEMO_TEXT, HUB_SPLITS, HUB_TEXTS, MIX, PACKAGE
 from compressor.runtime.network import why_unreachable
 from compressor.text.documents import (
     DEALT_DOCUMENTS,
@@ -21,8 +22,6 @@ from compressor.text.documents import (
     divide_rows,
 )
 
-PACKAGE = Path(__file__).parents[1]
-DEMO_TEXT = PACKAGE / "demo" / "text"
 MIX_TEXT = PACKAGE / "mix"
 TEXT_ALTERNATIVES = (
     "use --text PATH for a local file, --text self for text that the model writes, or --text mix or --text demo for a "
@@ -74,6 +73,13 @@ def find_text_files(name: str) -> list[Path]:
     if path.is_dir():
         raise InputError(f"text {name} is a directory; give one or more UTF-8 files")
     return [path]
+
+
+def absolute(name: str) -> str:
+    """A path that still holds from another working directory; anything else, and what is built in, as it is."""
+    if name in BUILT_IN_TEXTS or name in HUB_TEXTS:
+        return name
+    return os.path.abspath(os.path.expanduser(name)) if Path(name).expanduser().exists() else name
 
 
 def read_text_file(path: Path) -> str:

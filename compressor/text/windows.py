@@ -29,7 +29,7 @@ from compressor.runtime.names import (
     split_name,
 )
 from compressor.text.documents import Document, thin
-from compressor.text.sources import read_splits
+from compressor.text.sources import absolute, read_splits
 
 SPLIT_OPTIONS = ("calib", "select", "verify")
 SPLIT_PLACES = ("the first half", "a sixth, after the first half,", "the last third")
@@ -89,6 +89,7 @@ class Text:
     verification: Split
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # name → selection and verification windows
     healing: Split | None = None  # for training, from the part that calibration is from; texts alternate
+    settings: dict[str, Any] = field(default_factory=dict)  # how it was read, as keys of a recipe
 
     def __post_init__(self) -> None:
         if not self.counts:
@@ -155,7 +156,8 @@ def load_text(
     """
     if seq_len < 2:
         raise InputError(f"--seq-len must be at least 2, got {seq_len}; try --seq-len 256")
-    groups = group_by_name([str(name) for name in ([text] if isinstance(text, (str, Path)) else text)])
+    words = [str(name) for name in ([text] if isinstance(text, (str, Path)) else text)]
+    groups = group_by_name(words)
     minimum = {"calib": HELD_OUT_EVERY * len(groups), "select": 1, "verify": 2}  # windows; an interval needs two
     token_counts = {"calib": calib_tokens, "select": select_tokens, "verify": verify_tokens}
     for name, tokens in token_counts.items():
@@ -180,7 +182,22 @@ def load_text(
         count = min([heal, *(len(of_text[3].windows) for of_text in pools)])
         healing = join_splits([of_text[3].draw(count) for of_text in pools], source, alternate=True)
     counts = dict.fromkeys(groups, (window_counts[1], window_counts[2]))
-    return Text(calibration, selection, verification, counts, healing)
+    settings = {
+        "text": [name_again(word) for word in words],
+        "seq_len": seq_len,
+        "calib_tokens": calib_tokens,
+        "select_tokens": select_tokens,
+        "verify_tokens": verify_tokens,
+        **({"document_separator": document_separator} if document_separator else {}),
+        "seed": seed,
+    }
+    return Text(calibration, selection, verification, counts, healing, settings)
+
+
+def name_again(word: str) -> str:
+    """An argument of `load_text` that still holds from another working directory."""
+    name, rest = parse_text_argument(word)
+    return absolute(rest) if name is None else f"{name}={absolute(rest)}"
 
 
 def seed_of(seed: int, *names: str) -> int:

@@ -21,6 +21,7 @@ from compressor.evaluate.task_files import (
     refuse_unusable,
 )
 from compressor.runtime.errors import InputError
+from compressor.runtime.names import DEMO_TASKS
 
 
 @pytest.fixture(autouse=True)
@@ -197,7 +198,7 @@ def test_a_local_file_wins(tmp_path: Path, reads: list[Path]) -> None:
 def test_the_built_in_task_needs_no_path(reads: list[Path]) -> None:
     tasks = find_tasks([BUILT_IN_TASK], [])
     assert named(tasks) == [BUILT_IN_TASK]
-    assert len(reads) == len(list(taskfiles.BUILT_IN.glob("*.yaml")))
+    assert len(reads) == len(list(DEMO_TASKS.glob("*.yaml")))
     refuse_unusable(tasks, trust_remote_code=False)
 
 

@@ -23,7 +23,6 @@ from transformers.utils import logging
 from zoo import FAMILIES, VOCAB, logits, save_tiny, tiny_model, tiny_tokenizer
 
 from compressor.modeling_compressor import Replacement
-from compressor.models import load
 from compressor.models.blocks import find_blocks
 from compressor.models.load import load_model
 from compressor.models.source import source_of
@@ -31,6 +30,7 @@ from compressor.patch.checkpoint import write_checkpoint
 from compressor.patch.tree import patch
 from compressor.runtime import network
 from compressor.runtime.errors import InputError
+from compressor.runtime.names import BUILT_IN_MODELS
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -102,12 +102,15 @@ def test_source_is_recorded(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert source.dtype == torch.float32
 
 
-def test_demo_is_the_directory_in_the_package(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "DEMO", llama)
-    model, tokenizer = load_model("demo")
-    assert source_of(model).model == model.name_or_path == tokenizer.name_or_path == "demo"
-    monkeypatch.setattr(load, "DEMO", llama / "absent")
-    assert "install the package again" in refusal("demo")
+@pytest.mark.parametrize("name", BUILT_IN_MODELS)
+def test_a_built_in_model_is_the_directory_in_the_package(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(BUILT_IN_MODELS, name, llama)
+    model, tokenizer = load_model(name)
+    assert source_of(model).model == model.name_or_path == tokenizer.name_or_path == name
+    monkeypatch.setitem(BUILT_IN_MODELS, name, llama / "absent")
+    assert f"`{name}` is missing from this installation; install the package again" in refusal(name)
 
 
 def test_computes_in_float32_on_a_cpu_and_remembers_the_stored_dtype(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from compressor.models.blocks import AttentionOf, find_attention
 from compressor.models.heads import find_heads, record_attention
 from compressor.models.load import load_model
 from compressor.patch.tree import patch
-from compressor.pipelines.outputs import save
+from compressor.pipelines.steps import save
 
 PATH = "transformer.h.1.attn"
 

@@ -1,4 +1,4 @@
-"""The built-in model is a language model, and the README's main command does on it what the README says."""
+"""The built-in models are language models, and the README's main command does on it what the README says."""
 
 from __future__ import annotations
 
@@ -11,26 +11,35 @@ from conftest import Compress
 from transformers import AutoModelForCausalLM
 
 import compressor
-from compressor.runtime.names import DEMO
+from compressor.runtime.names import BUILT_IN_MODELS
 from compressor.text import DEMO_TEXT
 
+BOTH = pytest.mark.parametrize("name", BUILT_IN_MODELS)
 
-def test_it_is_small_and_its_text_is_large_enough() -> None:
-    assert (DEMO / "model.safetensors").stat().st_size <= 8 * 10**6
+
+@BOTH
+def test_it_is_small_and_its_text_is_large_enough(name: str) -> None:
+    assert (BUILT_IN_MODELS[name] / "model.safetensors").stat().st_size <= 8 * 10**6
     assert sum(file.stat().st_size for file in DEMO_TEXT.glob("*.txt")) >= 400_000
-    assert (DEMO / "LICENSE.md").is_file()
+    assert (BUILT_IN_MODELS[name] / "LICENSE.md").is_file()
 
 
-def test_it_predicts_text_it_never_saw() -> None:
-    """At most 2.2 bits per byte; the script that trained it measured 1.92 on all of the held-out text."""
-    model, tokenizer = compressor.load("demo")
+def test_both_have_the_same_tokenizer() -> None:
+    first, second = ((folder / "tokenizer.json").read_bytes() for folder in BUILT_IN_MODELS.values())
+    assert first == second
+
+
+@BOTH
+def test_it_predicts_text_it_never_saw(name: str) -> None:
+    """At most 2.2 bits per byte; the script that trained `demo` measured 1.92 on all of the held-out text."""
+    model, tokenizer = compressor.load(name)
     text = compressor.load_text("demo", tokenizer, seq_len=256)
     windows = text.verification.windows[::2]
     losses = compressor.evaluate(model, windows)
     size = sum(len(tokenizer.decode(window[1:]).encode()) for window in windows)
     bits = losses.nats.sum().item() / math.log(2) / size
     assert bits <= 2.2
-    recorded = json.loads((DEMO / "training.json").read_text())["bits_per_byte"]
+    recorded = json.loads((BUILT_IN_MODELS[name] / "training.json").read_text())["bits_per_byte"]
     assert bits == pytest.approx(recorded, rel=0.1)
 
 
@@ -71,3 +80,20 @@ def test_a_block_becomes_an_eighth_of_itself_without_neurons(
     assert {block["replacement"]["kind"] for block in replaced} <= {"linear", "lowrank"}
     assert max(block["params_before"] / block["params_after"] for block in replaced) >= 8
     assert record["perplexity"]["delta_upper"] <= 1.0
+
+
+def test_two_commands_make_a_file_for_llama_cpp(compress: Compress, tmp_path: Path) -> None:
+    """The second built-in model is a Llama: without the Hub, a user sees the whole way to llama.cpp."""
+    made, file = tmp_path / "demo-llama-lin", tmp_path / "demo-llama.gguf"
+    done = compress("demo-llama", "--max-dppl", "1.0", "--out", made, *LESS)
+    assert done.code == 0, done.err
+    record = json.loads((made / "compression.json").read_text())
+    assert record["source"]["model"] == "demo-llama"
+    assert record["recipe"]["text"] == ["demo"]
+    assert list(record["tasks"]) == ["demo_last_word"]
+    assert record["parameters"]["removed_fraction"] > 0.1
+    assert record["perplexity"]["delta_upper"] <= 1.0
+    exported = compress("export", made, "--to", "gguf", "--out", file, "--json")
+    assert exported.code == 0, exported.err
+    assert json.loads(exported.out)["checked"]["runtime"].startswith("llama.cpp")
+    assert file.read_bytes()[:4] == b"GGUF"

@@ -92,7 +92,7 @@ def test_outlier_rows_are_told_by_token_place_and_text() -> None:
     assert outlier.top_position == 0
     assert outlier.top_position_share > 0.9
     assert wild.top_position_share < 0.2
-    rows = name_rows(outlier, text, Words())
+    rows = name_rows(outlier.top_rows, text, Words())
     assert {row.position for row in rows} == {0}
     assert [row.share for row in rows] == sorted((row.share for row in rows), reverse=True)
     window = text.held_out[rows[0].window].tolist()

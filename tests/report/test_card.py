@@ -28,7 +28,7 @@ from compressor.report import card as cards
 from compressor.report.card_metadata import list_problems, list_scores, slug
 from compressor.report.record import Record, read_record
 from compressor.runtime.card_rules import carry_over, read_front_matter
-from compressor.runtime.names import DEMO
+from compressor.runtime.names import BUILT_IN_MODELS
 
 NASTY = [
     *("`*_|<b>", "a\nb: c\n---\n# title", "\x1b[31m\x00\x9b", "\u202eevil", "no", "'\"{}: &x *y !!python/object"),
@@ -119,6 +119,7 @@ def test_where_it_stands_is_in_its_examples() -> None:
         ({"model": "gpt2", "revision": "607a30d783dfa663caf39e06633721c8d4cfcd7e"}, "gpt2"),
         ({"model": "GPT2LMHeadModel", "revision": None}, None),  # a model that was made in memory
         ({"model": "demo", "revision": None}, None),
+        ({"model": "demo-llama", "revision": None}, None),
         ({"model": "/home/somebody/name", "revision": None}, None),
         ({"model": "/home/somebody/name", "revision": None, "card": {"base_model": "owner/name"}}, "owner/name"),
         ({"model": "/home/somebody/name", "revision": None, "card": {"base_model": "/home/x"}}, None),
@@ -248,9 +249,10 @@ def test_a_repository_s_card_is_read_from_the_cache(tmp_path: Path, monkeypatch:
     assert origins.describe_origin(source("owner/other", commit)) == {}
 
 
-def test_the_built_in_model_s_licence() -> None:
-    assert origins.describe_origin(source("demo")) == {"license": "apache-2.0", "language": ["en"]}
-    assert "Apache-2.0" in (DEMO / "LICENSE.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", BUILT_IN_MODELS)
+def test_the_licence_of_a_built_in_model(name: str) -> None:
+    assert origins.describe_origin(source(name)) == {"license": "apache-2.0", "language": ["en"]}
+    assert "Apache-2.0" in (BUILT_IN_MODELS[name] / "LICENSE.md").read_text(encoding="utf-8")
 
 
 def test_the_record_keeps_it(compress: Compress, corpus: Path, options: list[str], tmp_path: Path) -> None:
