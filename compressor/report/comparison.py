@@ -150,6 +150,8 @@ def say_divergence(side: Side) -> str:
 
 def say_healing(side: Side) -> str:
     healing = side.healing
+    if side.kind == "source":
+        return MISSING
     return f"{healing.tokens:,} tokens of {healing.text} ({healing.params})" if healing else "nothing was trained"
 
 
