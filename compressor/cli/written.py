@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -214,7 +215,7 @@ def sample(
 
 
 # Command → its line in `compress --help`.
-WRITTEN = {
+WRITTEN: dict[Callable[..., None], str] = {
     info: "what a checkpoint or an export contains",
     cache: "what is kept of earlier runs, and how large it is",
     push: "send a checkpoint with its card to the Hub",
