@@ -26,6 +26,7 @@ from compressor.export.stock import stock_config
 from compressor.models.load import quiet
 from compressor.models.source import context_length
 from compressor.runtime.errors import InputError, causes, errno_of, is_out_of_memory, shorten
+from compressor.runtime.figures import figure
 from compressor.runtime.progress import Progress
 
 PACKAGES = ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
@@ -139,7 +140,9 @@ def write_onnx(
             "transformers"
         )
     write_companions(model, tokenizer, directory)
-    progress.say(f"ONNX Runtime's logits differ from torch's by at most {difference:.1e} of the largest logit")
+    progress.say(
+        f"ONNX Runtime's logits differ from torch's by at most {figure(difference, '.1e')} of the largest logit"
+    )
     return OnnxGraph(OPSET, cached, reasons.get(True), inputs, outputs, difference, TOLERANCE, USE[cached])
 
 
@@ -278,7 +281,7 @@ def check_graph(file: Path, cases: Sequence[Case], cached: bool) -> float:
             if not difference <= TOLERANCE:
                 shape = "×".join(str(size) for size in case.ids.shape)
                 raise GraphRejected(
-                    f"ONNX Runtime's logits differ by {difference:.1e} of the largest one on {shape} tokens"
+                    f"ONNX Runtime's logits differ by {figure(difference, '.1e')} of the largest one on {shape} tokens"
                 )
             largest = max(largest, difference)
     return largest

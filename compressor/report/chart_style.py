@@ -177,7 +177,11 @@ def fixed(ends: tuple[float, float], log: bool = False) -> alt.Scale:
 
 
 def block_axis(labels: bool = True) -> alt.X:
-    axis = alt.Axis(labelAngle=0, labelOverlap=True, title="block", grid=False, ticks=False) if labels else None
+    axis = (
+        alt.Axis(labelAngle=0, labelOverlap=True, labelSeparation=3, title="block", grid=False, ticks=False)
+        if labels
+        else None
+    )
     return alt.X("index:O", axis=axis, scale=alt.Scale(paddingInner=0.25, paddingOuter=0.2))
 
 

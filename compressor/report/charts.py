@@ -80,7 +80,7 @@ def blocks(record: Record) -> Chart | None:
     if not rows:
         return None
     costs = cost_rows(record) if record.perplexity is None else []
-    upper_height, height = (72, 86) if record.attention else (110, 120)  # all of it is to fit on a phone's first screen
+    upper_height, height = (66, 80) if record.attention else (110, 120)  # all of it is to fit on a phone's first screen
     lower = draw_costs(costs, height=height, legend=False) if costs else draw_parameters(rows, height)
     if costs and record.swap:
         under = (
@@ -91,7 +91,7 @@ def blocks(record: Record) -> Chart | None:
     else:
         under = "parameters before and after"
         title, description = (
-            "How linear each block is, and what is left of it",
+            "How linear each block is, and what is left",
             "R² and parameters before and after, by block",
         )
     caption = (

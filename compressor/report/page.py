@@ -162,7 +162,8 @@ def page(record: Record | ProfileSet) -> str:
         model = describe(record, PROFILE)
         return render("profile.html", f"How linear is {model.name}?", model=model)
     model = describe(record, ASSESSMENT)
-    parts = {"answer": headline(record), "promises": list_promises(record)}
+    first = model.charts.get("blocks") or model.charts.get("budgets")  # the chart under the answer
+    parts = {"answer": headline(record), "promises": list_promises(record), "first": first}
     return render("assessment.html", f"{model.name}, compressed", model=model, **parts)
 
 
@@ -307,9 +308,10 @@ def say_cost(record: Record) -> tuple[list[str], bool]:
     if record.budget.max_dppl is None:
         return [f"{said}, {NO_LIMIT} was asked for."], True
     if len(texts) > 1:
-        outside = ", ".join(name for name, text in texts.items() if text.passed is False)
-        held = f"OUTSIDE the budget of {outside}" if outside else "inside each budget"
-        held += f": {', '.join(starmap(say_rise, texts.items()))}" if len(texts) <= FEW_TEXTS else ""
+        outside = {name: text for name, text in texts.items() if text.passed is False}
+        held = f"OUTSIDE the budget of {', '.join(outside)}" if outside else "inside each budget"
+        told = texts if len(texts) <= FEW_TEXTS else outside
+        held += f": {', '.join(starmap(say_rise, told.items()))}" if told else ""
         return [f"{said}, {held}."], not outside
     inside = is_number(change.delta_upper) and change.delta_upper <= record.budget.max_dppl
     limit = " ".join(map(say_limit, texts.values()))
@@ -317,8 +319,9 @@ def say_cost(record: Record) -> tuple[list[str], bool]:
 
 
 def say_rise(name: str, text: TextResult) -> str:
-    """What a text lost of what it may lose: `code +0.111 of +0.500`."""
-    return f"{name} {num(text.delta, '+')}" + ("" if text.max_dppl is None else f" of {num(text.max_dppl, '+')}")
+    """What a text lost of what it may lose: `code +0.111 (up to +0.276) of +0.500`."""
+    upper = f" (up to {num(text.delta_upper, '+')})" if text.delta_upper != text.delta else ""
+    return f"{name} {num(text.delta, '+')}{upper}" + ("" if text.max_dppl is None else f" of {num(text.max_dppl, '+')}")
 
 
 def say_fidelity(record: Record) -> tuple[list[str], bool]:

@@ -28,6 +28,7 @@ from compressor.report import card as cards
 from compressor.report.card_metadata import list_problems, list_scores, slug
 from compressor.report.record import Record, read_record
 from compressor.runtime.card_rules import carry_over, read_front_matter
+from compressor.runtime.figures import signed
 from compressor.runtime.names import BUILT_IN_MODELS
 
 NASTY = [
@@ -73,9 +74,9 @@ def test_it_says_what_was_measured(compressed: Path) -> None:
     assert {(r.task_type, r.dataset_name, r.verified) for r in results} == {("text-generation", "corpus.txt", None)}
     assert results == list_scores(record), "what is written is what is read"
     assert str(Path(record.source.model).parent) not in text, "a card is made to be published"
-    assert f"| perplexity | {found.baseline:.3f} | {found.compressed:.3f} | {found.delta:+.3f} |" in text
+    assert f"| perplexity | {found.baseline:.3f} | {found.compressed:.3f} | {signed(found.delta)} |" in text
     assert f"| parameters | {sizes.before:,} | {sizes.after:,} |" in text
-    assert f"is {found.delta_upper:+.3f}, inside." in text
+    assert f"is {signed(found.delta_upper)}, inside." in text
     assert f" {nearness}.\n" in text
     assert "| KL from the source, nats per token |" in text
     assert len(re.findall(r"(?m)^\| \d+ \|", text)) == 3

@@ -441,9 +441,12 @@ def test_every_block_is_a_line_with_its_reason_on_demand(name: str, blocks: int)
     assert not re.search(r"pruned|hybrid|lowrank", document.text())
 
 
+EACH = "inside each budget: wikitext2 +0.422 (up to +0.587) of +0.703, code +0.111 (up to +0.276) of +0.500."
+
+
 def test_the_answer_has_the_budget_of_every_text() -> None:
     document = Document(built("thirty"))
-    assert "inside each budget: wikitext2 +0.422 of +0.703, code +0.111 of +0.500." in document.lines("p")[1]
+    assert EACH in document.lines("p")[1]
     assert "budget 2 % of 35.161" in document.text("div")
     assert "269 MB → 242 MB of weights" in document.lines("p")[0]
     assert "Healed on 196,608 tokens: ΔPPL on the selection text" in document.text("li")
