@@ -22,6 +22,7 @@ from compressor.runtime.errors import DONE, MISSED, InputError
 if TYPE_CHECKING:
     from compressor.report.record import Record
 
+PROGRAM = "compress"
 EXAMPLES = """
 Make a language model smaller with a promise: this much smaller, and no worse than that.
 
@@ -259,7 +260,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     words = sys.argv[1:]
     asks = not words and all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
-    run_and_exit(ask_and_run if asks else lambda: app(standalone_mode=False), words)
+    run_and_exit(ask_and_run if asks else lambda: app(prog_name=PROGRAM, standalone_mode=False), words)
 
 
 def ask_and_run() -> int:
@@ -268,5 +269,5 @@ def ask_and_run() -> int:
 
     words = wizard.ask_job()
     typer.echo("")
-    app([*words, "--dry-run", "--quiet"], standalone_mode=False)
-    return int(app(words, standalone_mode=False) or DONE) if wizard.confirm(words) else DONE
+    app([*words, "--dry-run", "--quiet"], prog_name=PROGRAM, standalone_mode=False)
+    return int(app(words, prog_name=PROGRAM, standalone_mode=False) or DONE) if wizard.confirm(words) else DONE

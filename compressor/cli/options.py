@@ -164,7 +164,8 @@ def shared_parameters() -> Iterator[Parameter]:
 def recipe_parameter(command: str, name: str) -> Parameter:
     """One field of the recipe as a parameter of a command; None stands for an option that is not given."""
     field = Recipe.model_fields[name]
-    kind = option_type(field.annotation)
+    read = any(isinstance(part, BeforeValidator) for part in field.metadata)  # by the field itself, such as 0.5%
+    kind = str if read and field.annotation is float else option_type(field.annotation)
     text = HELP.get((command, name), field.description)
     info: Any
     flag = f"--{name.replace('_', '-')}"

@@ -28,7 +28,7 @@ def refuse_early(
     task_files.refuse_early(values.get("tasks"), values.get("task_path"), recipe_file, trust_remote_code)
     for word in values.get("text") or []:
         text = split_name(word)[1]
-        if text not in (*HUB_TEXTS, *BUILT_IN_TEXTS) and not text.startswith("hub:"):
+        if text and text not in (*HUB_TEXTS, *BUILT_IN_TEXTS) and not text.startswith("hub:"):
             find_text_files(text)
 
 
@@ -63,4 +63,3 @@ def started(options: RunOptions, *, dry_run: bool = False) -> Iterator[RunContex
         return
     with open_context(options.cache, options.no_cache, progress, options.trust_remote_code) as context:
         yield context
-        progress.leave()

@@ -143,7 +143,7 @@ def run_in_float32(model: nn.Module, block: Block, x: Tensor) -> Tensor:
 
 def list_arrangements(matrices: list[tuple[str, Any]], width: int) -> Iterator[Neurons]:
     """Every way to read two or three matrices as the neurons of a block of this width, with every activation."""
-    for *entries, (path, outer) in permutations(matrices):
+    for *entries, (path, outer) in permutations(matrices) if matrices else ():
         weights = [weight_of(module) for _, module in entries]
         if len(weight_of(outer)) != width or any(weight.shape[1] != width for weight in weights):
             continue

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from fractions import Fraction
 
 from compressor.evaluate.budget import Budget, text_prefix
-from compressor.plan.frontier import correct_scale
+from compressor.plan.frontier import correct_scale, grow_plans, lower_hull
 from compressor.plan.removal import find_trial_of
 from compressor.plan.search import Plan, Planner
 from compressor.runtime.errors import BudgetError
@@ -52,7 +52,7 @@ def budget_for(planner: Planner, parameters: int, plan: Plan | None = None) -> s
     Predictions are corrected by what a plan cost on the selection text, compared with its own.
     """
     sizes = {(c.index, c.shape): c.saved for row in planner.usable_candidates for c in row}
-    plans = planner.growing_plans()
+    plans = grow_plans([lower_hull(row) for row in planner.usable_candidates], planner.block_weights)
     costs = [damage for shapes, damage in plans if sum(sizes[item] for item in shapes.items()) >= parameters]
     if not costs:
         return None

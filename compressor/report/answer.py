@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from compressor.report.formats import SAME_SPEED, cache_words, num, ratio_interval, say_limit, say_weights
+from compressor.report.formats import SAME_SPEED, asked_size, cache_words, num, ratio_interval, say_limit, say_weights
 from compressor.report.healing import healing_lines
 from compressor.report.record import Record
 from compressor.report.record_parts import TextResult, present
@@ -72,7 +72,8 @@ def size_line(record: Record) -> str:
     before, after = present(parameters.before), present(parameters.after)
     weights = say_weights(parameters, record.source.dtype or "")
     share = num(100 * present(parameters.removed_fraction), form=".1f" if after < 0.99 * before else ".2f")
-    return f"{share} % smaller: {before:,} → {after:,} parameters" + (f", {weights}" if weights else "")
+    asked = f" ({asked_size(record.budget.remove)})" if record.budget and record.budget.remove else ""
+    return f"{share} % smaller: {before:,} → {after:,} parameters" + (f", {weights}" if weights else "") + asked
 
 
 def text_answer(name: str, text: TextResult, confidence: float) -> list[str]:
@@ -97,8 +98,10 @@ def text_answer(name: str, text: TextResult, confidence: float) -> list[str]:
 def speed_line(record: Record) -> list[str]:
     """What is faster or slower by more than the clock's noise; that nothing is, where that was measured."""
     speed = record.speed
-    if speed is None or not speed.steps:
+    if speed is None:
         return []
+    if not speed.steps:
+        return ["speed not measured, for the weights were on disk"]
     told = [f"{s.name} {num(s.ratio)}× as fast (95 % {ratio_interval(s.ci95)})" for s in speed.steps if s.differs]
     return [f"speed: {', '.join(told) or SAME_SPEED}"]
 

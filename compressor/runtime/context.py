@@ -40,3 +40,4 @@ def open_context(
     opened = Cache(scratch_directory(progress), progress) if no_cache else open_cache(cache, progress)
     with in_use(opened.directory, progress.say) if distributed.rank() == 0 else nullcontext(), progress.alive():
         yield RunContext(cache=opened, progress=progress, trust_remote_code=trust_remote_code)
+        progress.leave()

@@ -300,7 +300,7 @@ def test_unknown_option(whole: Refused) -> None:
         (["profil", "demo"], "there is no command 'profil'; did you mean compress profile?"),
         (["chekc", "DIR", "--max-dppl", "1"], "there is no command 'chekc'; did you mean compress check?"),
         (["check", "--sorce", "x"], "there is no option --sorce; did you mean --source? See compress check --help"),
-        (["check"], "missing argument 'DIR'; see compress check --help"),
+        (["check"], "missing argument 'PATH'; see compress check --help"),
         (["profile", "demo", "--frobnicate"], "there is no option --frobnicate; see compress profile --help"),
     ],
 )

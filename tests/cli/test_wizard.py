@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -65,7 +66,7 @@ def test_it_asks_again_shows_the_command_and_runs_nothing_unasked(tmp_path: Path
 def test_ctrl_c_ends_it_with_one_line(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path)
     terminal.wait_for("model [demo]: ")
-    os.write(terminal.main, b"\x03")
+    terminal.process.send_signal(signal.SIGINT)  # the terminal of a test is not the one that controls it
     assert "error: interrupted; nothing was written" in terminal.wait_for("nothing was written")
     assert terminal.process.wait(30) == 130
 

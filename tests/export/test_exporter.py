@@ -27,7 +27,7 @@ from zoo import (
 )
 from zoo import compressed as compressed_model
 
-from compressor.cli.app import EXPORT_TARGETS
+from compressor.cli.written import EXPORT_TARGETS
 from compressor.modeling_compressor import replacements
 
 KINDS = {"every part": SHAPES, "linear": LINEAR_SHAPES, "one block": ONE_SHAPE}

@@ -167,7 +167,8 @@ def test_a_model_is_tried_once() -> None:
 def test_the_command_refuses_in_one_line_before_any_work(family: str, compress: Compress, tmp_path: Path) -> None:
     tiny_model(family).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    outcome = compress("profile", tmp_path, "--text", tmp_path / "there-is-no-such-text")
+    (tmp_path / "empty.txt").touch()
+    outcome = compress("profile", tmp_path, "--text", tmp_path / "empty.txt")
     assert outcome.code == 2
     assert len(outcome.errors) == 1
     assert f"model type '{family.replace('gemma3n', 'gemma3n_text')}' is not supported" in outcome.errors[0]

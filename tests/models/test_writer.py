@@ -214,7 +214,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("cache")
 def test_whole_job_and_check(compress: Compress, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
-    done = compress(models / "gpt2", "--text", "self", *SMALL, "--max-dppl", "2%", "--out", out)
+    done = compress(models / "gpt2", "--text", "self", *SMALL, "--max-dppl", "2%", "--out", out, "-v")
     assert done.code == 0, done.err
     assert "write text for calibration" in done.err
     assert yaml.safe_load((out / "recipe.yaml").read_text())["text"] == ["self"]

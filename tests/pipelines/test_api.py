@@ -134,7 +134,7 @@ def test_progress_is_shown_where_it_is_asked_for(compressed: Path, capsys: pytes
     compressor.check(compressed, progress=True)
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "its source" in shown.err
+    assert "[1/3] load both models: " in shown.err
 
 
 def test_it_is_shown_in_a_few_lines_and_with_a_picture(held: compressor.Compression, compressed: Path) -> None:

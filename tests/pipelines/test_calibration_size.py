@@ -62,7 +62,7 @@ def small_least(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def profile(compress: Compress, model: Path, text: Path, *more: str) -> tuple[dict[str, Any], str]:
-    done = compress("profile", model, "--text", text, *REST, "--json", "--no-swap", *more)
+    done = compress("profile", model, "--text", text, *REST, "--json", "--no-swap", "-v", *more)
     assert done.code == 0, done.err
     return json.loads(done.out), done.err
 
@@ -84,7 +84,7 @@ def test_a_shorter_text_gives_what_it_has_and_says_so(compress: Compress, models
     few = ("--seq-len", "32", "--select-tokens", "64", "--verify-tokens", "128")
     for count in range(40, 10, -2):
         short.write_text(sentences(count), encoding="utf-8")
-        done = compress("profile", models / "gpt2", "--text", short, *few, "--json", "--no-swap")
+        done = compress("profile", models / "gpt2", "--text", short, *few, "--json", "--no-swap", "-v")
         if done.code == 2:
             assert "too short" in done.errors[0]
             continue

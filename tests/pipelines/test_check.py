@@ -265,7 +265,7 @@ def test_another_process_measures_the_same(check: Check, compressed: Path, model
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "measured before" not in done.stderr
-    cold, warm = check("--json"), check("--json")
+    cold, warm = check("--json"), check("--json", "-v")
     assert "measured before" in warm.err
     assert done.stdout == cold.out == warm.out  # byte for byte
 

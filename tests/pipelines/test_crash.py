@@ -269,7 +269,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_disk_that_fills_up(launch: Launch, whole: Path, small_disk: Path, tmp_path: Path) -> None:
     """There is room when it starts; then another process takes it."""
-    process = launch("--cache", whole.parent / "cache", "--out", small_disk / "out")
+    process = launch("--cache", whole.parent / "cache", "--out", small_disk / "out", "--verbose")
     line = next(line for line in process.stderr if line.startswith("the result: about 10 MB on disk"))
     assert "can be had" in line
     with (small_disk / "filler").open("wb", buffering=0) as filler, suppress(OSError):

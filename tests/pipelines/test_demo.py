@@ -52,7 +52,7 @@ def test_the_main_command(compress: Compress, tmp_path: Path) -> None:
     out = tmp_path / "demo-lin"
     done = compress("demo", "--max-dppl", "1.0", "--out", out, *LESS)
     assert done.code == 0, done.err
-    assert "× fewer" in done.out
+    assert "% smaller: 3,360,192 → " in done.out
     record = json.loads((out / "compression.json").read_text())
     assert record["parameters"]["removed_fraction"] > 0.15
     assert 0 < record["perplexity"]["delta"] < record["perplexity"]["delta_upper"] <= 1.0

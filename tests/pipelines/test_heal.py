@@ -115,7 +115,9 @@ def test_plan_shows_both_and_apply_heals(compress: Compress, models: Path, optio
 def test_the_whole_job_aims_past_the_budget_and_holds_it(
     compress: Compress, models: Path, options: list[str], tmp_path: Path
 ) -> None:
-    done = compress(models / "llama", *options, *SIZE, "--heal", "20k", "--max-dppl", "3%", "--out", tmp_path / "out")
+    done = compress(
+        models / "llama", *options, *SIZE, "--heal", "20k", "--max-dppl", "3%", "--out", tmp_path / "out", "-v"
+    )
     assert done.code == 0, done.err
     assert "a trial of" in done.err
     record = read(tmp_path / "out")
@@ -136,7 +138,7 @@ def test_where_healing_does_not_help_the_plan_without_it_is_written(
 
     monkeypatch.setattr(plans.Healer, "heal", spoil)
     arguments = [models / "llama", *options, *SIZE, *HEAL, "--max-dppl", "3%", "--cache", tmp_path / "cache"]
-    done = compress(*arguments, "--out", tmp_path / "out")
+    done = compress(*arguments, "--out", tmp_path / "out", "-v")
     assert done.code == 0, done.err
     assert "the largest plan without healing is looked for" in done.err
     record = read(tmp_path / "out")

@@ -104,7 +104,7 @@ def test_the_terminal_tells_the_answer(
     compress: Compress, models: Path, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = compress("profile", models / "gpt2", *options)
+    done = compress("profile", models / "gpt2", *options, "-v")
     assert done.code == 0, done.err
     assert "Parameters that linear maps save, and what they cost in perplexity" in done.out
     assert "of one whole evaluation per block" in done.out

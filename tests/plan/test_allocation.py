@@ -265,7 +265,7 @@ def test_rank_correlation() -> None:
 def frontier(compress: Compress, models: Path, options: list[str], tmp_path: Path) -> Callable[..., dict[str, Any]]:
     def run(*budgets: str) -> dict[str, Any]:
         command = ["plan", models / "llama", "--max-dppl", *budgets, "--confidence", "0", *options]
-        done = compress(*command, "--out", tmp_path / "plan.json", "--cache", tmp_path / "cache", "--json")
+        done = compress(*command, "--out", tmp_path / "plan.json", "--cache", tmp_path / "cache", "--json", "-v")
         assert done.code == 0, done.err
         return {**json.loads(done.out), "err": done.err}
 

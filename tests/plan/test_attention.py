@@ -607,7 +607,7 @@ def test_attention_is_profiled(
     assert (tmp_path / "report" / "report.html").is_file()
     other = tmp_path / "other.txt"
     other.write_text(sentences(4000, seed=5), encoding="utf-8")
-    done = compress(*command[:-1], "--overwrite", "--text", other)
+    done = compress(*command[:-1], "--overwrite", "--text", other, "-v")
     assert done.code == 0, done.err
     assert "corpora corpus and other: rank correlation" in done.out
 

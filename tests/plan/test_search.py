@@ -159,7 +159,7 @@ def test_weights_that_overflow_cost_the_candidate_and_not_the_job(monkeypatch: p
         model.transformer.h[1].mlp.weight.mul_(1e6)
     monkeypatch.setattr("compressor.plan.fit.stored_dtype", lambda _: torch.float16)
     said: list[str] = []
-    progress = Progress()
+    progress = Progress(verbose=True)
     monkeypatch.setattr(progress, "say", said.append)
     context = RunContext(cache=Cache(None, progress), progress=progress)
     space = prepare_search(model, TEXT, context, FFNS)

@@ -30,7 +30,7 @@ CACHE = "key-value cache 23,040 → 15,360 bytes per token (−33.3 %, float16)"
 
 def printed(table: Table) -> list[str]:
     console = Console(file=io.StringIO(), width=400)
-    console.print(table)
+    console.print(table.fitted(200))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -77,7 +77,7 @@ def test_the_table_has_every_ffn_and_the_replaced_attention_in_order_of_depth() 
     assert tables.attention_lines(assessment(7)) == []
 
 
-@pytest.mark.parametrize("lines", [tables.result_lines, tables.info_lines])
+@pytest.mark.parametrize("lines", [tables.detail_lines, tables.info_lines])
 def test_a_smaller_cache_is_told_and_an_unchanged_one_is_not(lines: Any) -> None:
     assert CACHE in lines(attending(7))
     same = KVCache(bytes_per_token_before=23040, bytes_per_token_after=23040, dtype="float16")

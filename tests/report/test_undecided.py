@@ -32,7 +32,7 @@ def few_rows(**changed: Any) -> Record:
 def printed(table: Any) -> str:
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(table)
+        console.print(table.fitted(200))
     return capture.get()
 
 

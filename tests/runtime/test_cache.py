@@ -31,7 +31,7 @@ class Spoken(Progress):
     """Keeps what it says."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(verbose=True)
         self.lines: list[str] = []
 
     def say(self, line: str) -> None:
@@ -331,7 +331,9 @@ def check(compress: Compress, compressed: Path, tmp_path: Path) -> Compress:
     """A check that keeps what it measures in a directory of this test."""
 
     def run(*arguments: str | Path, directory: Path = compressed) -> Outcome:
-        done = compress("check", directory, "--cache", tmp_path / "kept", "--generate", "6", "--json", *arguments)
+        done = compress(
+            "check", directory, "--cache", tmp_path / "kept", "--generate", "6", "--json", "--verbose", *arguments
+        )
         assert done.code == 0, done.err
         return done
 

@@ -353,7 +353,7 @@ def test_a_run_keeps_what_it_used_and_names_the_model(
     assert record["entries"] == 6
     assert {group["name"] for group in record["models"]} == {str(compressed), str(models / "gpt2")}
     assert not list((tmp_path / "kept").glob(".*"))
-    again = compress("check", compressed, "--cache", tmp_path / "kept", "--generate", "6")
+    again = compress("check", compressed, "--cache", tmp_path / "kept", "--generate", "6", "--verbose")
     assert again.err.count("measured before") == 5
 
 
