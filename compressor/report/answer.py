@@ -87,7 +87,7 @@ def text_answer(name: str, text: TextResult, confidence: float) -> list[str]:
     about = f"; about {text.about}" if text.about else ""
     lines = [
         f"{prefix}perplexity {text.baseline:.3f} → {text.compressed:.3f} ({signed(text.delta)}{upper}){held}",
-        f"  measured on {count(text.tokens, 'token')} of text kept aside, in windows of {text.seq_len}{about}",
+        f"measured on {count(text.tokens, 'token')} of text kept aside, in windows of {text.seq_len}{about}",
     ]
     if text.fidelity is not None and text.fidelity.max_kl is not None:
         end = f"upper end at {confidence:.0%}" if confidence else "point estimate"
