@@ -14,8 +14,9 @@ from compressor.evaluate.sampling import continue_prompt, encode_prompt
 from compressor.models.load import load_model
 from compressor.models.source import context_length, source_of
 from compressor.report.record import describe_tool, read_record
-from compressor.report.sample_record import SampledPrompt, SampleRecord, name_tokens
+from compressor.report.sample_record import SampledPrompt, SampleRecord
 from compressor.runtime.errors import InputError, shorten
+from compressor.runtime.figures import count
 from compressor.runtime.names import RECORD
 from compressor.runtime.progress import Progress
 
@@ -78,7 +79,7 @@ class Sampler:
         if room < self.settings.tokens:
             instead = f"shorten it, or try --tokens {room}" if room > 0 else "shorten it"
             raise InputError(
-                f"the prompt {shorten(prompt, 40)!r} has {name_tokens(len(ids))}; with --tokens {self.settings.tokens} "
+                f"the prompt {shorten(prompt, 40)!r} has {count(len(ids), 'token')}; with --tokens {self.settings.tokens} "
                 f"that is beyond the model's context of {min(lengths)}; {instead}"
             )
         return ids

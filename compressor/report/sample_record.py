@@ -11,6 +11,7 @@ from compressor.report.formats import last_part
 from compressor.report.part import Count, Figure, Part
 from compressor.report.record import Versioned
 from compressor.runtime.errors import shorten
+from compressor.runtime.figures import count
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -94,13 +95,9 @@ def say_difference(sample: SampledPrompt) -> str:
     """Where two continuations part, and how each goes on."""
     place = sample.first_difference
     if place is None:
-        return f"both write the same {name_tokens(sample.tokens)}" if sample.tokens else "both write nothing"
-    where = "at the first token" if place == 0 else f"after {name_tokens(place)}"
+        return f"both write the same {count(sample.tokens, 'token')}" if sample.tokens else "both write nothing"
+    where = "at the first token" if place == 0 else f"after {count(place, 'token')}"
     return f"they part {where}: the source {say_next(sample.source_next)}, the compressed {say_next(sample.next)}"
-
-
-def name_tokens(count: int) -> str:
-    return f"{count:,} token{'s' * (count != 1)}"
 
 
 def say_next(token: str | None) -> str:
