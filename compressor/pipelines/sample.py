@@ -79,8 +79,8 @@ class Sampler:
         if room < self.settings.tokens:
             instead = f"shorten it, or try --tokens {room}" if room > 0 else "shorten it"
             raise InputError(
-                f"the prompt {shorten(prompt, 40)!r} has {count(len(ids), 'token')}; with --tokens {self.settings.tokens} "
-                f"that is beyond the model's context of {min(lengths)}; {instead}"
+                f"the prompt {shorten(prompt, 40)!r} has {count(len(ids), 'token')}; with --tokens "
+                f"{self.settings.tokens} that is beyond the model's context of {min(lengths)}; {instead}"
             )
         return ids
 
