@@ -236,8 +236,8 @@ def test_what_is_not_there_or_not_known(refused: Refused, tmp_path: Path) -> Non
     assert "--dtype q8_0 is not for --to hf-dense" in refused(
         "export", tmp_path / "small", "--to", "hf-dense", "--dtype", "q8_0", *out
     )
-    assert "Missing option '--out'" in refused("export", tmp_path / "small", "--to", "gguf")
-    assert "Missing option '--to'" in refused("export", tmp_path / "small", *out)
+    assert "missing option '--out'" in refused("export", tmp_path / "small", "--to", "gguf")
+    assert "missing option '--to'" in refused("export", tmp_path / "small", *out)
 
 
 @pytest.mark.parametrize("family", sorted(set(NOT_OWN) - set(LLAMA_TYPED)))

@@ -99,7 +99,12 @@ def test_too_many_tokens_are_refused(run: Runner) -> None:
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(None, "No such file"), (b"no GGUF file at all", "invalid magic"), ("half", "not within the file bounds")],
+    [
+        (None, "No such file"),
+        (b"no GGUF file at all", "invalid magic"),
+        # llama.cpp writes its log by a thread of its own; when it ends at once, the first line may be missing.
+        ("half", "not within the file bounds|failed to load model"),
+    ],
 )
 def test_a_bad_file_is_one_line(file: Path, tmp_path: Path, content: bytes | str | None, reason: str) -> None:
     bad = tmp_path / "bad.gguf"
