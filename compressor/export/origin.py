@@ -10,7 +10,7 @@ from compressor.report.export_origin import ExportOrigin
 from compressor.report.formats import last_part
 from compressor.report.record import Record, SavedRecord
 from compressor.report.record_parts import Source
-from compressor.runtime.names import NO_LIMIT, split_name
+from compressor.runtime.names import BUILT_IN_MODELS, NO_LIMIT, split_name
 from compressor.runtime.network import is_hub_id
 
 # The keys of a recipe by which the checkpoint was verified.
@@ -23,7 +23,7 @@ def describe_origin(checkpoint: str, sha256: str | None, record: Record | SavedR
     if record is None:
         return ExportOrigin(checkpoint=name, checkpoint_sha256=sha256)
     made_from = record.source
-    is_local = made_from.model != "demo" and not is_hub_id(made_from.model, made_from.revision)
+    is_local = made_from.model not in BUILT_IN_MODELS and not is_hub_id(made_from.model, made_from.revision)
     source = Source(
         model=last_part(made_from.model) if is_local else made_from.model,
         **made_from.model_dump(include={"revision", "model_type", "weights_sha256", "dtype"}),

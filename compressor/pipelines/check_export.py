@@ -44,7 +44,7 @@ from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.runtime.figures import signed
-from compressor.runtime.names import VERIFICATION_TOKENS
+from compressor.runtime.names import BUILT_IN_MODELS, VERIFICATION_TOKENS
 from compressor.runtime.stored_weights import hash_stored
 from compressor.text import Text, group_by_name
 
@@ -176,7 +176,7 @@ def find_source(
         what = f"was made from a local model called {made_from.model}" if made_from else "records no source"
         raise InputError(f"{path} {what}; give it with --source DIRECTORY, or the checkpoint with --checkpoint DIR")
     name = gate.source or str(made_from and made_from.model)
-    if recipe.text is None and name != "demo":
+    if recipe.text is None and name not in BUILT_IN_MODELS:
         raise InputError(f"{path} records no text; give one with --text FILE")
     if recipe.max_dppl and options.get("text") and not options.get("max_dppl"):
         budget = of_names(recipe.max_dppl, group_by_name(recipe.text or []))

@@ -18,7 +18,7 @@ from compressor.report.record_parts import Source
 from compressor.runtime import distributed
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
-from compressor.runtime.names import SELF
+from compressor.runtime.names import BUILT_IN_MODELS, SELF
 from compressor.text import group_by_name
 
 
@@ -30,7 +30,7 @@ def run(comparison: Comparison, options: Mapping[str, Any], context: RunContext)
     measured_on = first if first.kind == "compressed" else second
     file = Path(measured_on.name) / "recipe.yaml"
     recipe = recipes.resolve(file if file.is_file() else None, dict(options))
-    if recipe.text is None and measured_on.source.model != "demo":
+    if recipe.text is None and measured_on.source.model not in BUILT_IN_MODELS:
         raise InputError(f"{measured_on.name} records no text; give one with --text FILE")
     context = context_for(recipe, context)
     model, tokenizer = load(first, recipe, context)

@@ -97,3 +97,6 @@ def test_two_commands_make_a_file_for_llama_cpp(compress: Compress, tmp_path: Pa
     assert exported.code == 0, exported.err
     assert json.loads(exported.out)["checked"]["runtime"].startswith("llama.cpp")
     assert file.read_bytes()[:4] == b"GGUF"
+    checked = compress("check", file, "--verify-tokens", "2048", "--max-dppl", "5", "--json")  # its source is built in
+    assert checked.code == 0, checked.err
+    assert json.loads(checked.out)["source"]["model"] == "demo-llama"
