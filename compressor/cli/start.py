@@ -20,16 +20,14 @@ def refuse_early(
     """Refuse what can be refused before torch is imported, which takes longer than this."""
     from compressor.evaluate import task_files
     from compressor.models import hub
-    from compressor.runtime.names import BUILT_IN_TEXTS, HUB_TEXTS, split_name
-    from compressor.text.sources import find_text_files
+    from compressor.runtime.names import split_name
+    from compressor.text.sources import refuse_missing
 
     for name in (model, values.get("cross")):
         hub.refuse_unreachable(name)
     task_files.refuse_early(values.get("tasks"), values.get("task_path"), recipe_file, trust_remote_code)
     for word in values.get("text") or []:
-        text = split_name(word)[1]
-        if text and text not in (*HUB_TEXTS, *BUILT_IN_TEXTS) and not text.startswith("hub:"):
-            find_text_files(text)
+        refuse_missing(split_name(word)[1])
 
 
 def resolve_job(options: RunOptions, values: Values, *, writes: bool = True) -> recipe.Recipe:

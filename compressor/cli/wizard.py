@@ -13,7 +13,7 @@ from compressor.models import hub
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import BUILT_IN_MODELS, BUILT_IN_TEXTS, HUB_TEXTS, RECORD
 from compressor.runtime.outputs import refuse_output
-from compressor.text.sources import find_text_files
+from compressor.text.sources import refuse_missing
 
 USUAL = "the usual one"
 
@@ -62,8 +62,8 @@ def check_model(word: str) -> None:
 
 
 def check_text(word: str) -> None:
-    if word not in (USUAL, *HUB_TEXTS, *BUILT_IN_TEXTS) and not word.startswith("hub:"):
-        find_text_files(word)
+    if word != USUAL:
+        refuse_missing(word)
 
 
 def check_budget(word: str) -> None:

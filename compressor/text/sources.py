@@ -62,6 +62,12 @@ def read_splits(names: list[str], separator: str | None) -> list[list[Document]]
     return splits
 
 
+def refuse_missing(name: str) -> None:
+    """Refuse a text that should be a file and is none; what is built in, written or on the Hub is looked for later."""
+    if name and name not in (*HUB_TEXTS, *BUILT_IN_TEXTS) and not name.startswith("hub:"):
+        find_text_files(name)
+
+
 def find_text_files(name: str) -> list[Path]:
     """The files of a text that is not a hub data set: those of a built-in text, or the file with this path."""
     if name in ("demo", MIX):
