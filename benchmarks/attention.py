@@ -40,8 +40,9 @@ from compressor.pipelines.job import Job, make_evaluator, open_job
 from compressor.pipelines.recipe import Recipe, resolve
 from compressor.plan.moments_store import open_store
 from compressor.plan.removal import SizeTarget, search_size
-from compressor.plan.search import ROOM, Plan, Planner, SearchSpace, prepare_search
+from compressor.plan.search import ROOM, Plan, Planner
 from compressor.plan.shapes import describe_shape
+from compressor.plan.space import SearchSpace, prepare_search
 from compressor.plan.verify import search_and_verify
 from compressor.runtime.cache import Cache, default_directory
 from compressor.runtime.context import RunContext

@@ -40,7 +40,8 @@ from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import patch
 from compressor.plan.api import make_planner
 from compressor.plan.choices import Choices
-from compressor.plan.search import Planner, prepare_search
+from compressor.plan.search import Planner
+from compressor.plan.space import prepare_search
 from compressor.runtime.cache import Cache
 from compressor.runtime.context import RunContext
 from compressor.runtime.names import UNNAMED

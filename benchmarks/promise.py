@@ -106,6 +106,7 @@ class SimulatedSearch:
 
     def __init__(self, selection: Pool, limits: Limits, verification: int) -> None:
         self.limits, self.progress = limits, Progress()
+        self.turns, self.only_ffns = (False,), False
         windows = len(selection.before)
         before, after = selection.before, selection.before + STEPS[:, None] * (selection.after - selection.before)
         ends = [side.mean(-1, keepdim=True).exp() for side in (before, after)]
@@ -149,10 +150,10 @@ def simulate_text(
 
     with mock.patch.object(verify, "measure_plan", measure_plan):
         try:
-            plan, *_ = verify.search_text(planner, evaluator, source)  # type: ignore[arg-type]
+            plan: Any = verify.search_text(planner, evaluator, source).plan  # type: ignore[arg-type]
         except BudgetError:
             return 0.0
-    return float(plan.step)  # type: ignore[attr-defined]
+    return float(plan.step)
 
 
 def draw_windows(pool: Pool) -> Draw:
@@ -253,7 +254,11 @@ def no_models() -> Iterator[None]:
     with (
         mock.patch.object(verify, "patched", nothing),
         mock.patch.object(verify, "identify_patched", lambda _, fits: {"replaced": {str(i): 1 for i in fits}}),
-        mock.patch.object(verify, "search_text", return_value=(plan, measured, 1, 1.0)),
+        mock.patch.object(
+            verify,
+            "search_text",
+            return_value=verify.HeldPlan(plan, measured, 1, 1.0),  # type: ignore[arg-type]
+        ),
         mock.patch.object(verify, "measure_plan", return_value=measured),
         mock.patch.object(verify, "measure_shares", return_value=[Share(0.0, "", "", "")]),
     ):

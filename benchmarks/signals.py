@@ -38,7 +38,8 @@ from compressor.pipelines.recipe import resolve
 from compressor.plan.calibration import Calibration, rank_correlation
 from compressor.plan.choices import Choices, Signal
 from compressor.plan.frontier import Growth, grow_plans, lower_hull
-from compressor.plan.search import Planner, SearchSpace, prepare_search
+from compressor.plan.search import Planner
+from compressor.plan.space import SearchSpace, prepare_search
 from compressor.runtime.cache import Cache, default_directory
 from compressor.runtime.context import RunContext
 from compressor.runtime.progress import Progress

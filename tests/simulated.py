@@ -18,8 +18,9 @@ from compressor.measure.verdicts import Verdict
 from compressor.plan.block_trials import BlockTrial
 from compressor.plan.calibration import Calibration
 from compressor.plan.frontier import Candidate, grow_plans, lower_hull
-from compressor.plan.search import Planner, SearchSpace
+from compressor.plan.search import Planner
 from compressor.plan.shapes import Shape, Shapes
+from compressor.plan.space import SearchSpace
 from compressor.plan.trials import Trial
 from compressor.runtime.progress import Progress
 

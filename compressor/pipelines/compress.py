@@ -34,7 +34,8 @@ from compressor.pipelines.recipe import Recipe
 from compressor.pipelines.stages import list_steps, weigh_steps
 from compressor.plan.healing import Healer
 from compressor.plan.moments_store import open_store
-from compressor.plan.search import Planner, prepare_search
+from compressor.plan.search import Planner
+from compressor.plan.space import prepare_search
 from compressor.plan.verify import VerifiedPlan, heal_and_verify, search_and_verify, verify_size
 from compressor.plan.worth import advising_budget, refuse_worthless
 from compressor.report.record import Record

@@ -24,7 +24,8 @@ from compressor.pipelines.recipe import Recipe
 from compressor.pipelines.stages import list_steps, weigh_steps
 from compressor.plan.moments_store import open_store
 from compressor.plan.removal import SizeTarget, refuse_over_selection, search_size
-from compressor.plan.search import ROOM, Plan, Planner, SearchSpace, prepare_search
+from compressor.plan.search import ROOM, Plan, Planner
+from compressor.plan.space import SearchSpace, prepare_search
 from compressor.plan.worth import advising_budget, refuse_worthless
 from compressor.report.charts import draw_frontier
 from compressor.report.record import Record

@@ -21,8 +21,9 @@ from compressor.plan.choices import ANYTHING, Choices
 from compressor.plan.fit import Fitter, Module
 from compressor.plan.moments_store import MomentsStore, open_store
 from compressor.plan.removal import SizeTarget, refuse_over_selection, refuse_too_large, search_size
-from compressor.plan.search import ROOM, Plan, Planner, SearchSpace, prepare_search
+from compressor.plan.search import ROOM, Plan, Planner
 from compressor.plan.shapes import Shape, Shapes, describe_shape
+from compressor.plan.space import SearchSpace, prepare_search
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.text import Text

@@ -180,8 +180,18 @@ class SizeSearch:
         self.planner, self.target, self.runner = planner, target, planner.runner
 
     def find_trial(self) -> Trial:
-        """The cheapest trial that reaches the size. BudgetError when the size cannot be had."""
-        self.try_plans()
+        """The cheapest trial that reaches the size. BudgetError when the size cannot be had.
+
+        Where attention may go as well, FFNs alone have their turn first.
+        """
+        for only_ffns in self.planner.turns:
+            self.planner.only_ffns = only_ffns
+            try:
+                self.planner.try_attention()
+                self.try_plans()
+            except BudgetError:
+                if not only_ffns:
+                    raise
         while self.planner.ban_slow_shapes(self.best_trial().shapes):
             self.try_plans()
         return self.best_trial()
@@ -214,14 +224,21 @@ class SizeSearch:
                 self.runner.leave_out([(dearest.index, dearest.shape)])
 
     def cheapest_plan(self, power: float) -> Growth:
-        """The cheapest predicted plan. An unsafe block is touched only where the size cannot be had without it."""
-        plan = cheapest_combination(self.planner.usable_candidates, self.target.parameters, power)
-        if plan is None and not self.planner.mild_tried:
+        """The cheapest predicted plan. Attention that was not tried, and then an unsafe block, are touched only where
+        the size cannot be had without them."""
+        plan = self.cheapest_usable(power)
+        if plan is None and not self.planner.only_ffns:
+            self.planner.admit_untried_attention()
+            plan = self.cheapest_usable(power)
+        if plan is None and not self.planner.only_ffns:
             self.planner.admit_mild_forms()
-            plan = cheapest_combination(self.planner.usable_candidates, self.target.parameters, power)
+            plan = self.cheapest_usable(power)
         if plan is None:
             raise BudgetError(self.explain_limit())
         return plan
+
+    def cheapest_usable(self, power: float) -> Growth | None:
+        return cheapest_combination(self.planner.usable_candidates, self.target.parameters, power)
 
     def believe_dear_block(self, trial: Trial) -> bool:
         """Whether a block of a tried plan costs far more than predicted; then its predictions are corrected."""

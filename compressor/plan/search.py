@@ -7,22 +7,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from compressor.evaluate.budget import Limits
 from compressor.evaluate.fidelity import FidelityChange
 from compressor.evaluate.intervals import end_score
 from compressor.evaluate.perplexity import PerplexityChange
-from compressor.measure.gradients import Damage
 from compressor.measure.profile import Profile
 from compressor.measure.verdicts import Verdict
-from compressor.models.branches import AttentionOf, BranchIndex, branch_of, layer_of
+from compressor.models.branches import BRANCHES, AttentionOf, BranchIndex, branch_of, layer_of
 from compressor.plan.attention_trials import Scatter, believe_trial, choose_attention
-from compressor.plan.block_trials import BlockTrials
-from compressor.plan.calibration import Calibration, binding_calibration, calibrate, correct_predictions
-from compressor.plan.candidates import BlockCandidates
-from compressor.plan.choices import ANYTHING, Choices
-from compressor.plan.fit import Fitter, Module
+from compressor.plan.calibration import Calibration, binding_calibration, correct_predictions
+from compressor.plan.fit import Module
 from compressor.plan.frontier import (
     CLOSE_ENOUGH,
     DEAR,
@@ -38,13 +33,11 @@ from compressor.plan.frontier import (
     weigh_blocks,
 )
 from compressor.plan.mild import find_mild_candidates
-from compressor.plan.moments_store import MomentsStore, open_store
 from compressor.plan.shapes import Shape, Shapes, describe_shape, list_shapes
 from compressor.plan.shares import largest_share, list_shares, relative_error, rise_error
-from compressor.plan.trials import Trial, TrialRunner
-from compressor.runtime.context import RunContext
+from compressor.plan.space import SearchSpace
+from compressor.plan.trials import Trial
 from compressor.runtime.errors import BudgetError
-from compressor.text import Text
 
 MOST_ENLARGEMENTS = 3
 WORTH_ENLARGING = 0.02  # of the parameters that a plan saves: what an enlargement must add to be tried
@@ -71,43 +64,6 @@ class Plan:
     fidelity: dict[str, FidelityChange]  # on the selection text, where a budget asks for it
     trials: list[Trial]
     fits: dict[BranchIndex, Module]
-
-
-@dataclass(frozen=True)
-class SearchSpace:
-    """What searches on a model and a text have in common, whatever their budget: the candidates of every block, how
-    well their predictions hold on each text, the runner that tries plans, and what may change."""
-
-    candidates: Mapping[BranchIndex, BlockCandidates]
-    damages: dict[BranchIndex, Damage]  # of every block's linear map
-    calibrations: dict[str, Calibration]
-    runner: TrialRunner
-    choices: Choices = ANYTHING
-
-
-def prepare_search(
-    model: Any,
-    text: Text,
-    context: RunContext,
-    choices: Choices = ANYTHING,
-    *,
-    store: MomentsStore | None = None,
-    fidelity: bool = False,
-) -> SearchSpace:
-    """Survey the candidates of every block, then check their predictions by trials of single blocks.
-
-    A `store` that is given has surveyed the blocks already, in the pass that measured them. `fidelity`: whether plans
-    are to be tried for their fidelity to the source too, because it has a limit.
-    """
-    store = store or open_store(model, text, context, choices)
-    candidates = store.candidates()
-    fitter = Fitter(store, candidates)
-    block_trials = BlockTrials(store, fitter)
-    calibrations, overflowing = calibrate(block_trials, candidates, choices)
-    damages = {index: of_block.damage for index, of_block in candidates.items()}
-    runner = TrialRunner(store, candidates, fitter, block_trials, fidelity=fidelity)
-    runner.leave_out((candidate.index, candidate.shape) for candidate in overflowing)
-    return SearchSpace(candidates, damages, calibrations, runner, choices)
 
 
 class Planner:
@@ -144,8 +100,8 @@ class Planner:
         self.most_saved: dict[BranchIndex, int] = {}  # parameters that a block may save, since a task refused more
         self.unsafe = [index for index in space.candidates if index in verdicts and verdicts[index].word == "unsafe"]
         self.mild_tried = False
-        self.attention_tried = False
-        self.only_ffns = False  # attention is left alone for the time being
+        self.untried: dict[BranchIndex, list[Candidate]] | None = None  # attention; None before any was tried
+        self.only_ffns = False  # attention is left alone for the time being; see `turns`
         price = DOCUMENTS_DIFFER * (self.usual_scale() - 1) / 2  # what a nat of divergence adds to an interval
         corrected = correct_predictions(space.candidates, space.calibrations, limits.least, price)
         self.candidates: dict[BranchIndex, list[Candidate]] = {  # with predictions for the smallest limit
@@ -196,6 +152,13 @@ class Planner:
         rows = {i: row for i, row in self.candidates.items() if not (self.only_ffns and isinstance(i, AttentionOf))}
         usable = [[c for c in row if self.is_usable(c)] for row in rows.values()]
         return [row for row in usable if row]
+
+    @property
+    def turns(self) -> tuple[bool, ...]:
+        """The values that `only_ffns` takes one after the other, so that a search over both branches ends with no less
+        than one over FFNs."""
+        both = {branch_of(index) for index, row in self.candidates.items() if row} == set(BRANCHES)
+        return (True, False) if both else (False,)
 
     @property
     def affordable_candidates(self) -> list[list[Candidate]]:
@@ -288,25 +251,30 @@ class Planner:
 
     def try_attention(self) -> None:
         """Try promising attention on all of the selection text, once; attention that was not tried stays as it is."""
-        if self.attention_tried or self.unexplained is not None:
+        if self.untried is not None or self.only_ffns or self.unexplained is not None:
             return
-        self.attention_tried = True
         rows = {i: row for i, row in self.candidates.items() if branch_of(i) == "attention"}
         usable = {i: [c for c in row if self.is_usable(c)] for i, row in rows.items()}
         self.candidates |= {index: [] for index in rows}
+        self.untried = dict(rows)
         for tried in choose_attention(usable, self.limits.smallest):
             trial = self.runner.attempt({tried.index: tried.shape}, tried.damage)
             units = min((change.units for change in trial.changes.values()), default=2)
             reach = max(self.expected_width(units), 1.0)
             scatter = Scatter(reach, DOCUMENTS_DIFFER * (self.usual_scale() - 1) * self.limits.smallest / reach)
-            self.candidates[tried.index] = believe_trial(rows[tried.index], tried, self.measured_cost(trial), scatter)
+            cost = self.measured_cost(trial)
+            self.candidates[tried.index] = believe_trial(self.untried.pop(tried.index), tried, cost, scatter)
+
+    def admit_untried_attention(self) -> None:
+        """Allow the attention that was not tried, as it is predicted."""
+        self.candidates |= self.untried or {}
+        self.untried = {}
 
     def try_without_attention(self, budget_factor: float, ceiling: float) -> None:
-        """Try the largest plan of FFNs alone, where it is expected to save more than what was found: a search over both
-        branches must not end with less than one over FFNs."""
-        best = self.best_trial(budget_factor, ceiling)
-        if not any(isinstance(c.index, AttentionOf) for row in self.usable_candidates for c in row):
+        """Try the largest plan of FFNs alone, where it is expected to save more than what was found."""
+        if self.only_ffns or len(self.turns) == 1:
             return
+        best = self.best_trial(budget_factor, ceiling)
         self.only_ffns = True
         expected = self.largest_expected(budget_factor, ceiling)
         self.only_ffns = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from compressor.evaluate.budget import compute_limits, format_budgets
 from compressor.evaluate.evaluator import Evaluator, Measured
@@ -45,7 +44,8 @@ class VerifiedPlan:
     healing: Healing | None = None  # how the plan's replacements were trained, if they were
 
 
-class HeldPlan(NamedTuple):
+@dataclass(frozen=True)
+class HeldPlan:
     """A plan inside the budgets of all texts, what was measured of it there, the looks so far, and the share of the
     budget that the search aimed at on the selection text."""
 
@@ -108,7 +108,8 @@ def search_and_verify(
     budget is spent again on others. BudgetError when nothing is left. `judge` and `looks` carry on what was
     asked of the tasks and the verification text before, about other plans.
     """
-    plan, measured, looks, budget_factor = search_text(planner, evaluator, source, looks)
+    found = search_text(planner, evaluator, source, looks)
+    plan, measured, looks = found.plan, found.measured, found.looks
     judge = judge or TaskJudge(planner, evaluator, source)
     scores, refusal = judge.judge(plan)
     freed = refusal is not None
@@ -120,7 +121,7 @@ def search_and_verify(
         scores, refusal = judge.judge(plan)
     held = VerifiedPlan(plan, replace(measured, scores=scores), looks, judge.task_looks)
     if freed:
-        held = spend_freed_budget(planner, evaluator, judge, held, budget_factor)
+        held = spend_freed_budget(planner, evaluator, judge, held, found.budget_factor)
     return write_continuations(planner, evaluator, held)
 
 
@@ -320,45 +321,68 @@ def measure_shares(evaluator: Evaluator, before: Measured, after: Measured) -> l
 def search_text(planner: Planner, evaluator: Evaluator, source: Measured, looks: int = 0) -> HeldPlan:
     """The largest plan inside the budgets of all verification texts.
 
-    After a plan that is over the budget, the search runs again with a smaller budget; after one that leaves much of it,
-    with a larger one.
+    Where attention may go as well, plans of FFNs alone are asked about first: what holds then is kept until a larger
+    plan with attention holds too. Tests in an order that stops at the first refusal spend no more than one of them.
     """
-    say = planner.progress.note
-    best: tuple[Plan, Measured, float] | None = None
-    refusal: BudgetError | None = None
-    budget_factor, refused, ceiling = AIMED_SHARE, math.inf, math.inf
-    while looks < MOST_VERIFICATIONS:
-        try:
-            plan = planner.search(budget_factor, ceiling)
-        except BudgetError:
-            if best is None and refusal is None:
-                raise
-            break
-        if best is not None and planner.count_saved(plan) <= planner.count_saved(best[0]):
-            break
-        looks += 1
-        measured = measure_plan(planner, evaluator, plan, source)
-        shares = measure_shares(evaluator, source, measured)
-        used = largest_share(shares).used
-        ends = "; ".join(share.end for share in shares)
-        if used > 1:
-            say(f"  verification text refuses it: {ends}")
-            # Refused again, the selection text is no guide: what is predicted shrinks by as much as is over the budget.
-            ceiling = plan.predicted * (0.99 if refusal is None else max(0.5, AIMED_SHARE / used))
-            refusal = text_refusal(evaluator, shares, plan.shapes)
-            refused, budget_factor = min(refused, budget_factor), budget_factor * AIMED_SHARE / used
-        else:
-            say(f"  verification text holds: {ends}")
-            best = (plan, measured, budget_factor)
-            if used >= WELL_USED:
+    search = TextSearch(planner, evaluator, source, looks)
+    for only_ffns in planner.turns:
+        planner.only_ffns = only_ffns
+        search.run()
+    return search.result()
+
+
+class TextSearch:
+    """Searches for the largest plan that the verification texts let pass, with few looks at them."""
+
+    def __init__(self, planner: Planner, evaluator: Evaluator, source: Measured, looks: int) -> None:
+        self.planner, self.evaluator, self.source, self.looks = planner, evaluator, source, looks
+        self.best: HeldPlan | None = None
+        self.refusal: BudgetError | None = None  # the last one, by the texts or by the search itself
+        self.budget_factor = AIMED_SHARE
+
+    def result(self) -> HeldPlan:
+        """The largest plan that held. BudgetError when none did."""
+        if self.best is not None:
+            return replace(self.best, looks=self.looks)
+        assert self.refusal is not None
+        raise self.refusal
+
+    def run(self) -> None:
+        """Look for a plan that is larger than the best so far.
+
+        After a plan that is over the budget, the search runs again with a smaller budget; after one that leaves much of
+        it, with a larger one.
+        """
+        planner, say = self.planner, self.planner.progress.note
+        refused = ceiling = math.inf
+        refusals = 0
+        while self.looks < MOST_VERIFICATIONS:
+            factor = self.budget_factor
+            try:
+                plan = planner.search(factor, ceiling)
+            except BudgetError as error:
+                self.refusal = self.refusal or error
                 break
-            # Between what held and what was refused, and not too far ahead where a plan costs next to nothing.
-            budget_factor = min(budget_factor * min(AIMED_SHARE / max(used, 0.2), 3.0), (budget_factor + refused) / 2)
-    if best is None:
-        assert refusal is not None
-        raise refusal
-    plan, measured, budget_factor = best
-    return HeldPlan(plan, measured, looks, budget_factor)
+            if self.best is not None and planner.count_saved(plan) <= planner.count_saved(self.best.plan):
+                break
+            self.looks += 1
+            measured = measure_plan(planner, self.evaluator, plan, self.source)
+            shares = measure_shares(self.evaluator, self.source, measured)
+            used = largest_share(shares).used
+            ends = "; ".join(share.end for share in shares)
+            if used > 1:
+                say(f"  verification text refuses it: {ends}")
+                # Refused again, the selection text is no guide: what is predicted shrinks by as much as it is over.
+                ceiling = plan.predicted * (0.99 if not refusals else max(0.5, AIMED_SHARE / used))
+                self.refusal, refusals = text_refusal(self.evaluator, shares, plan.shapes), refusals + 1
+                refused, self.budget_factor = min(refused, factor), factor * AIMED_SHARE / used
+            else:
+                say(f"  verification text holds: {ends}")
+                self.best = HeldPlan(plan, measured, self.looks, factor)
+                # Between what held and what was refused, and not too far ahead where a plan costs next to nothing.
+                self.budget_factor = min(factor * min(AIMED_SHARE / max(used, 0.2), 3.0), (factor + refused) / 2)
+                if used >= WELL_USED:
+                    break
 
 
 def task_limit(evaluator: Evaluator, name: str) -> float:

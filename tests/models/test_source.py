@@ -21,8 +21,8 @@ from compressor.models.blocks import find_blocks
 from compressor.models.load import load_model
 from compressor.models.source import identify, source_of
 from compressor.patch.tree import identify_patched, patch, patched, unpatch
-from compressor.plan.search import prepare_search
 from compressor.plan.shapes import Shape
+from compressor.plan.space import prepare_search
 from compressor.plan.trials import TrialRunner
 from compressor.runtime import environment
 from compressor.runtime.cache import Cache

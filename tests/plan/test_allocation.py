@@ -29,8 +29,8 @@ from compressor.plan.calibration import Calibration, Point, rank_correlation
 from compressor.plan.fit import Fitter
 from compressor.plan.frontier import Candidate
 from compressor.plan.moments_store import open_store
-from compressor.plan.search import prepare_search
 from compressor.plan.shapes import Shape
+from compressor.plan.space import prepare_search
 from compressor.runtime.cache import Cache
 from compressor.runtime.context import RunContext
 from compressor.runtime.progress import Progress

@@ -39,9 +39,9 @@ from compressor.plan.candidates import (
 from compressor.plan.choices import BlockRange, Choices, resolve_choices
 from compressor.plan.fit import Fitter
 from compressor.plan.moments_store import collect_moments, open_store, output_bias
-from compressor.plan.search import prepare_search
 from compressor.plan.selection import factor_metric
 from compressor.plan.shapes import Shape
+from compressor.plan.space import prepare_search
 from compressor.runtime.cache import Cache
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError

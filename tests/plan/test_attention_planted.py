@@ -29,9 +29,10 @@ from compressor.modeling_compressor import KeptHeads
 from compressor.models.blocks import AttentionOf
 from compressor.patch.tree import patched
 from compressor.plan.choices import Choices
-from compressor.plan.search import Plan, prepare_search
+from compressor.plan.search import Plan
 from compressor.plan.selection import Elimination, ScaledMoments, eliminate, refit, scale_moments, spread_units
 from compressor.plan.shapes import Shape
+from compressor.plan.space import prepare_search
 from compressor.runtime.context import RunContext
 from compressor.text import Text
 

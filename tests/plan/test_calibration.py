@@ -26,8 +26,8 @@ from compressor.plan.calibration import Calibration, Point, binding_calibration,
 from compressor.plan.candidates import BlockCandidates
 from compressor.plan.frontier import Candidate
 from compressor.plan.moments_store import MomentsStore
-from compressor.plan.search import prepare_search
 from compressor.plan.shapes import Shape
+from compressor.plan.space import prepare_search
 from compressor.runtime.context import RunContext
 from compressor.text import Split, Text
 

@@ -25,8 +25,9 @@ from compressor.plan.api import make_planner
 from compressor.plan.calibration import typical_candidates
 from compressor.plan.choices import ANYTHING, BlockRange, Choices, Signal, resolve_choices
 from compressor.plan.frontier import Candidate, grow_plans, weigh_blocks
-from compressor.plan.search import Planner, prepare_search
+from compressor.plan.search import Planner
 from compressor.plan.shapes import KINDS, Shape
+from compressor.plan.space import prepare_search
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import BudgetError, InputError
 

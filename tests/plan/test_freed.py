@@ -23,7 +23,8 @@ from compressor.patch.checkpoint import count_parameters
 from compressor.plan import verify
 from compressor.plan.api import make_planner
 from compressor.plan.removal import SizeTarget, search_size
-from compressor.plan.search import Planner, SearchSpace, prepare_search
+from compressor.plan.search import Planner
+from compressor.plan.space import SearchSpace, prepare_search
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import BudgetError
 from compressor.text import Split, Text

@@ -29,8 +29,8 @@ from compressor.plan.removal import (
     refuse_too_large,
     search_size,
 )
-from compressor.plan.search import prepare_search
 from compressor.plan.shapes import Shape
+from compressor.plan.space import prepare_search
 from compressor.plan.verify import verify_size
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import BudgetError, InputError

@@ -29,8 +29,9 @@ from compressor.plan.candidates import kept_sets
 from compressor.plan.fit import Fitter
 from compressor.plan.frontier import Candidate, find_largest_plan, grow_plans, list_ranks, lower_hull
 from compressor.plan.moments_store import collect_moments, open_store
-from compressor.plan.search import Planner, prepare_search
+from compressor.plan.search import Planner
 from compressor.plan.shapes import Shape
+from compressor.plan.space import prepare_search
 from compressor.runtime.cache import Cache
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import BudgetError, InputError, NumericsError

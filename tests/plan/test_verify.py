@@ -23,20 +23,24 @@ from compressor.runtime.errors import BudgetError
 from compressor.runtime.progress import Progress
 
 BLOCKS = 6
+NOTHING = (0, math.inf)  # an offer: no plan fits
+BOTH = (True, False)  # turns: FFNs alone, then attention as well
 LIMITS = compute_limits({"text": Budget(1.0)}, {"text": 20.0})
 
 
 class Plans:
     """A planner that offers these plans in turn: parameters saved, and the share of the budget that is truly used."""
 
-    def __init__(self, *offers: tuple[int, float]) -> None:
+    def __init__(self, *offers: tuple[int, float], turns: tuple[bool, ...] = (False,)) -> None:
         self.offers = list(offers)
         self.limits, self.progress = LIMITS, Progress()
+        self.turns, self.only_ffns = turns, False
         self.asked: list[tuple[float, float]] = []
 
     def search(self, budget_factor: float, ceiling: float) -> Any:
         self.asked.append((budget_factor, ceiling))
-        if not self.offers:
+        if not self.offers or self.offers[0] == NOTHING:
+            self.offers = self.offers[1:]
             raise BudgetError("nothing fits")
         saved, used = self.offers.pop(0)
         return SimpleNamespace(saved=saved, used=used, predicted=used, shapes={0: str(saved)})
@@ -55,8 +59,8 @@ def look(planner: Plans, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
         max_kl=None,
     )
     source: Any = SimpleNamespace(losses=None)
-    plan, _, looks, _ = verify.search_text(planner, evaluator, source)  # type: ignore[arg-type]
-    return plan, looks
+    found = verify.search_text(planner, evaluator, source)  # type: ignore[arg-type]
+    return found.plan, found.looks
 
 
 def test_a_smaller_plan_does_not_take_the_place_of_one_that_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +82,32 @@ def test_what_is_refused_twice_shrinks_by_what_it_is_over(monkeypatch: pytest.Mo
     assert (plan.saved, looks) == (400, 3)
     assert planner.asked[1][1] == pytest.approx(0.99 * 1.6)
     assert planner.asked[2][1] == pytest.approx(1.58 * 0.93 / 1.58)
+
+
+def test_attention_is_asked_about_after_ffns_alone_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = Plans((400, 0.9), (500, 0.95), turns=BOTH)
+    plan, looks = look(planner, monkeypatch)
+    assert (plan.saved, looks) == (500, 2)
+    assert planner.only_ffns is False
+
+
+@pytest.mark.parametrize(
+    "refused", [[(500, 1.3), (390, 0.8)], [(500, 1.3), (450, 1.1), NOTHING], [NOTHING], [(400, 0.5)]]
+)
+def test_what_held_of_ffns_alone_is_kept_where_attention_does_not_hold(
+    monkeypatch: pytest.MonkeyPatch, refused: list[tuple[int, float]]
+) -> None:
+    plan, _ = look(Plans((400, 0.9), *refused, turns=BOTH), monkeypatch)
+    assert (plan.saved, plan.used) == (400, 0.9)
+
+
+def test_attention_may_hold_where_ffns_alone_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert look(Plans(NOTHING, (300, 0.9), turns=BOTH), monkeypatch)[0].saved == 300
+    assert look(Plans((400, 1.5), NOTHING, (300, 0.9), turns=BOTH), monkeypatch)[0].saved == 300
+    with pytest.raises(BudgetError, match="nothing fits"):
+        look(Plans(NOTHING, NOTHING, turns=BOTH), monkeypatch)
+    with pytest.raises(BudgetError, match="is missed on the verification text"):
+        look(Plans((400, 1.5), NOTHING, NOTHING, turns=BOTH), monkeypatch)
 
 
 # Tasks
@@ -148,7 +178,7 @@ def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "patched", nothing)
     monkeypatch.setattr(verify, "identify_patched", lambda _, fits: {"replaced": {str(i): 1 for i in fits}})
     measured = Measured(None, {}, None)  # type: ignore[arg-type]
-    monkeypatch.setattr(verify, "search_text", lambda *_: (plan, measured, 1, 1.0))
+    monkeypatch.setattr(verify, "search_text", lambda *_: verify.HeldPlan(plan, measured, 1, 1.0))
     monkeypatch.setattr(verify, "measure_plan", lambda *_: measured)
     monkeypatch.setattr(verify, "measure_shares", lambda *_: [Share(0.0, "", "", "")])
 
