@@ -134,6 +134,21 @@ def test_at_least_as_much_goes_as_was_asked(family: str) -> None:
         search_size(planner, target_of(most + 1, model))
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_size_costs_no_more_where_attention_may_go_too(family: str) -> None:
+    """The plan of FFNs alone is tried as well, so on the selection text the cheaper one is never missed."""
+    model = tiny_model(family)
+    profile = measure(model, TEXT)
+    both, ffns = prepare_search(model, TEXT, RunContext()), prepare_search(model, TEXT, RunContext(), FFNS)
+    for share in (0.05, 0.15):
+        target = target_of(str(round(share * count_parameters(model))), model)
+        costs = [
+            search_size(make_planner(space, profile, UNLIMITED, objective="size"), target).selection["text"].delta
+            for space in (both, ffns)
+        ]
+        assert costs[0] <= costs[1] + 1e-9
+
+
 def test_the_bound_is_arithmetic() -> None:
     model = tiny_model("gpt2")
     blocks = find_blocks(model)
