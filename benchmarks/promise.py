@@ -106,7 +106,7 @@ class SimulatedSearch:
 
     def __init__(self, selection: Pool, limits: Limits, verification: int) -> None:
         self.limits, self.progress = limits, Progress()
-        self.turns, self.only_ffns = (False,), False
+        self.turns = (False,)
         windows = len(selection.before)
         before, after = selection.before, selection.before + STEPS[:, None] * (selection.after - selection.before)
         ends = [side.mean(-1, keepdim=True).exp() for side in (before, after)]
@@ -114,6 +114,9 @@ class SimulatedSearch:
         errors = parts.std(-1) / math.sqrt(windows) / ends[1][:, 0]
         width = end_score(verification, 0.95) * math.sqrt(windows / verification)
         self.shares = (((after.mean(-1) - before.mean()) + width * errors) / limits.smallest).tolist()
+
+    def take_turn(self, only_ffns: bool) -> None:
+        """There is one kind of plan."""
 
     def search(self, budget_factor: float = 1.0, ceiling: float = math.inf) -> Any:
         fitting = [

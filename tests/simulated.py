@@ -47,6 +47,7 @@ class SimulatedRunner:
     compensation: float = 0.85
     width: float = 0.0  # half of the interval, as a share of the cost
     fidelity: bool = False
+    spare: dict[tuple[Any, Shape], float] = field(default_factory=dict)  # what attention costs on the spare text
     tried: dict[Any, Trial] = field(default_factory=dict)
     overflowing: set[tuple[int, Shape]] = field(default_factory=set)
     overflows: set[tuple[int, Shape]] = field(default_factory=set)
@@ -57,7 +58,7 @@ class SimulatedRunner:
             index: SimpleNamespace(saved=lambda shape: shape.rank, units=None, candidates=[]) for index in self.blocks
         }
         split = SimpleNamespace(tokens=4096)
-        self.model, self.text = None, SimpleNamespace(selection=split, verification=split)
+        self.model, self.text = None, SimpleNamespace(selection=split, verification=split, spare_ratio=2.0)
         self.context = SimpleNamespace(progress=Progress())
         self.block_trials, self.tried_alone = SimpleNamespace(measure=self.measure_alone), []
 
@@ -85,13 +86,17 @@ class SimulatedRunner:
                 if bad
                 else {
                     "text": change(
-                        self.true_cost(shapes, compensated), self.width * self.true_cost(shapes, compensated)
+                        self.true_cost(shapes, compensated), self.width * abs(self.true_cost(shapes, compensated))
                     )
                 }
             )
             saved = sum(shape.rank or 0 for shape in shapes.values())
             self.tried[key] = Trial(dict(shapes), predicted, saved, compensated, changes)
         return self.tried[key]
+
+    def attempt_on_spare(self, shapes: Shapes) -> dict[str, PerplexityChange]:
+        (item,) = shapes.items()
+        return {"text": change(self.spare[item], self.width * abs(self.spare[item]))} if self.spare else {}
 
     def trials(self) -> list[Trial]:
         return list(self.tried.values())

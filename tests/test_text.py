@@ -496,3 +496,30 @@ def test_a_directory_called_demo_does_not_hide_the_built_in_text(
     words = ["--seq-len", "32", "--calib-tokens", "320", "--select-tokens", "64", "--verify-tokens", "64"]
     done = compress("profile", "demo", *words, "--no-swap", "--json")
     assert done.code == 0, done.err
+
+
+# Spare windows
+
+
+def test_spare_windows_are_of_the_calibration_part_and_nothing_is_fitted_on_them(file: Path) -> None:
+    text = load_text(file, Bytes(), **SIZES)
+    assert text.spare is not None
+    found, selection = lines(text.spare.windows), len(text.selection.windows)
+    assert len(set(found)) == len(found) == 2 * selection
+    assert text.spare_ratio == 2
+    assert set(found) <= set(numbered(500).splitlines(keepends=True)[:250])
+    assert not set(found) & set(lines(text.calibration.windows))
+
+
+def test_there_are_as_many_spare_windows_as_the_shortest_text_has_left(tmp_path: Path) -> None:
+    for name, count in (("a", 400), ("b", 56)):
+        (tmp_path / name).write_text(numbered(count, name), encoding="utf-8")
+    words = [f"{name}={tmp_path / name}" for name in "ab"]
+    text = load_text(words, Bytes(), seq_len=16, calib_tokens=800, select_tokens=160, verify_tokens=320)
+    assert text.spare is not None
+    assert "".join(line[0] for line in lines(text.spare.windows)) == "a" * 3 + "b" * 3
+    assert [text.parts("spare")[name] for name in "ab"] == [slice(0, 3), slice(3, 6)]
+    (tmp_path / "b").write_text(numbered(50, "b"), encoding="utf-8")
+    text = load_text(words, Bytes(), seq_len=16, calib_tokens=800, select_tokens=160, verify_tokens=320)
+    assert text.spare is None
+    assert text.spare_ratio == 0

@@ -38,6 +38,10 @@ class Cost(NamedTuple):
     measured: float
     least: float  # less its standard error
 
+    @property
+    def noise(self) -> float:
+        return self.measured - self.least
+
 
 @dataclass(frozen=True)
 class Candidate:

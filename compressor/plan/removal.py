@@ -185,7 +185,7 @@ class SizeSearch:
         Where attention may go as well, FFNs alone have their turn first.
         """
         for only_ffns in self.planner.turns:
-            self.planner.only_ffns = only_ffns
+            self.planner.take_turn(only_ffns)
             try:
                 self.planner.try_attention()
                 self.try_plans()

@@ -15,7 +15,7 @@ from compressor.evaluate.perplexity import PerplexityChange
 from compressor.measure.profile import Profile
 from compressor.measure.verdicts import Verdict
 from compressor.models.branches import BRANCHES, AttentionOf, BranchIndex, branch_of, layer_of
-from compressor.plan.attention_trials import Scatter, believe_trial, choose_attention
+from compressor.plan.attention_trials import Scatter, believe_trial, choose_attention, choose_promising, pool
 from compressor.plan.calibration import Calibration, binding_calibration, correct_predictions
 from compressor.plan.fit import Module
 from compressor.plan.frontier import (
@@ -101,7 +101,8 @@ class Planner:
         self.unsafe = [index for index in space.candidates if index in verdicts and verdicts[index].word == "unsafe"]
         self.mild_tried = False
         self.untried: dict[BranchIndex, list[Candidate]] | None = None  # attention; None before any was tried
-        self.only_ffns = False  # attention is left alone for the time being; see `turns`
+        self.only_ffns = False  # attention is left alone for the time being
+        self.ffns_had_turn = False
         price = DOCUMENTS_DIFFER * (self.usual_scale() - 1) / 2  # what a nat of divergence adds to an interval
         corrected = correct_predictions(space.candidates, space.calibrations, limits.least, price)
         self.candidates: dict[BranchIndex, list[Candidate]] = {  # with predictions for the smallest limit
@@ -155,10 +156,15 @@ class Planner:
 
     @property
     def turns(self) -> tuple[bool, ...]:
-        """The values that `only_ffns` takes one after the other, so that a search over both branches ends with no less
-        than one over FFNs."""
+        """For `take_turn`, one after the other, so that a search over both branches ends with no less than one over
+        FFNs."""
         both = {branch_of(index) for index, row in self.candidates.items() if row} == set(BRANCHES)
         return (True, False) if both else (False,)
+
+    def take_turn(self, only_ffns: bool) -> None:
+        """From here on, search over FFNs alone or over all branches that may change."""
+        self.only_ffns = only_ffns
+        self.ffns_had_turn = self.ffns_had_turn or only_ffns
 
     @property
     def affordable_candidates(self) -> list[list[Candidate]]:
@@ -257,13 +263,24 @@ class Planner:
         usable = {i: [c for c in row if self.is_usable(c)] for i, row in rows.items()}
         self.candidates |= {index: [] for index in rows}
         self.untried = dict(rows)
-        for tried in choose_attention(usable, self.limits.smallest):
-            trial = self.runner.attempt({tried.index: tried.shape}, tried.damage)
+        tried = {c.index: c for c in choose_attention(usable, self.limits.smallest)}
+        costs, believed = {}, []
+        for index, c in tried.items():
+            trial = self.runner.attempt({index: c.shape}, c.damage)
             units = min((change.units for change in trial.changes.values()), default=2)
             reach = max(self.expected_width(units), 1.0)
             scatter = Scatter(reach, DOCUMENTS_DIFFER * (self.usual_scale() - 1) * self.limits.smallest / reach)
             cost = self.measured_cost(trial)
-            self.candidates[tried.index] = believe_trial(self.untried.pop(tried.index), tried, cost, scatter)
+            self.candidates[index] = believe_trial(self.untried.pop(index), c, cost, scatter.widening(cost.noise))
+            believed += [other for other in self.candidates[index] if other.shape == c.shape]
+            costs[index] = cost, scatter
+        for index in choose_promising(believed):
+            changes, (cost, scatter) = self.runner.attempt_on_spare({index: tried[index].shape}), costs[index]
+            spare = max(self.rises(changes), key=lambda other: other.measured, default=None)
+            if spare is not None:  # as noisy as it would be on so many tokens as selection has
+                noise = max(cost.noise, spare.noise * math.sqrt(self.text.spare_ratio))
+                both, widening = pool(cost, spare), scatter.widening(noise)
+                self.candidates[index] = believe_trial(rows[index], tried[index], both, widening)
 
     def admit_untried_attention(self) -> None:
         """Allow the attention that was not tried, as it is predicted."""
@@ -272,7 +289,7 @@ class Planner:
 
     def try_without_attention(self, budget_factor: float, ceiling: float) -> None:
         """Try the largest plan of FFNs alone, where it is expected to save more than what was found."""
-        if self.only_ffns or len(self.turns) == 1:
+        if self.ffns_had_turn or len(self.turns) == 1:
             return
         best = self.best_trial(budget_factor, ceiling)
         self.only_ffns = True
@@ -359,15 +376,20 @@ class Planner:
 
     def measured_cost(self, trial: Trial) -> Cost:
         """The nats per token that a trial cost, on the text where it uses most, for the smallest limit."""
-        costs = [Cost(math.inf, math.inf)] if trial.overflows else []
-        for name, change in trial.changes.items():
-            if self.limits.budgets[name].limited or self.limits.kl is None:
-                nats, scale = math.log1p(change.delta / change.baseline), self.limits.smallest / self.limits.nats[name]
-                costs.append(Cost(scale * nats, scale * (nats - rise_error(change))))
+        costs = [Cost(math.inf, math.inf)] if trial.overflows else self.rises(trial.changes)
         for divergence in trial.fidelity.values():
             scale = self.limits.smallest / self.limits.largest_kl
             costs.append(Cost(scale * divergence.kl, scale * (divergence.kl - divergence.kl_error)))
         return max(costs, key=lambda cost: cost.measured)
+
+    def rises(self, changes: Mapping[str, PerplexityChange]) -> list[Cost]:
+        """What the rise of perplexity costs on every text where it counts."""
+        costs = []
+        for name, change in changes.items():
+            if self.limits.budgets[name].limited or self.limits.kl is None:
+                nats, scale = math.log1p(change.delta / change.baseline), self.limits.smallest / self.limits.nats[name]
+                costs.append(Cost(scale * nats, scale * (nats - rise_error(change))))
+        return costs
 
     def expected_share(self, shapes: Shapes, predicted: float, budget_factor: float) -> float:
         """The share of the budget that a plan is expected to use once it is compensated."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ from compressor.runtime.cache import Tensors
 from compressor.runtime.environment import identify_machine
 from compressor.runtime.errors import NumericsError
 from compressor.runtime.figures import signed
+from compressor.text import Split
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,10 @@ class TrialRunner:
     ) -> None:
         self.store, self.candidates, self.fitter, self.fidelity = store, candidates, fitter, fidelity
         self.block_trials = block_trials
-        self.start: Stream | None = None  # the selection windows in the source, at a layer that no plan has replaced
+        self.starts: dict[str, Stream] = {}  # by the hash of windows: their states at a layer that no plan has replaced
         self.model: Any = store.model
         self.text, self.blocks, self.context = store.text, list(store.blocks.values()), store.context
-        self.before: Losses | None = None
+        self.before: Losses | None = None  # of the source, on the selection text
         self.reference: Reference | None = None  # of the selection text, once the source was measured there
         self.tried: dict[tuple[Any, ...], Trial] = {}
         self.overflowing: set[tuple[BranchIndex, Shape]] = (
@@ -91,7 +92,7 @@ class TrialRunner:
         key = (compensated, *sorted(shapes.items(), key=lambda item: item[0]))
         if key not in self.tried:
             self.before = self.before or self.measure_source()
-            after, fidelity = self.measure(shapes, compensated)
+            after, fidelity = self.measure(shapes, compensated, self.text.selection)
             split, parts, context = self.text.selection, self.text.parts("selection"), self.context
             changes: dict[str, PerplexityChange] = {}
             divergences: dict[str, FidelityChange] = {}
@@ -115,7 +116,24 @@ class TrialRunner:
 
     def overflows_alone(self, index: BranchIndex, shape: Shape, shapes: Shapes) -> bool:
         """Whether one block of a plan that overflows does so by itself."""
-        return len(shapes) == 1 or not bool(self.measure({index: shape}, False)[0].nats.isfinite().all())
+        if len(shapes) == 1:
+            return True
+        return not bool(self.measure({index: shape}, False, self.text.selection)[0].nats.isfinite().all())
+
+    def attempt_on_spare(self, shapes: Shapes) -> dict[str, PerplexityChange]:
+        """What a plan costs on the spare text, by the text's name; nothing where there is none, or where it overflows.
+
+        Its documents are those of calibration: they show how a cost scatters, and alone would be too kind.
+        """
+        spare = self.text.spare
+        if spare is None:
+            return {}
+        before = Losses(self.context.cache.get("", self.trial_key({}, False, spare), self.source_run(spare))["nats"])
+        after, _ = self.measure(shapes, False, spare)
+        if not after.nats.isfinite().all():
+            return {}
+        parts, context = self.text.parts("spare"), self.context
+        return compare_parts(before, after, spare, parts, context.confidence, context.seed)
 
     def leave_out(self, found: Iterable[tuple[BranchIndex, Shape]]) -> None:
         """From here on no plan has these shapes in these blocks."""
@@ -128,25 +146,26 @@ class TrialRunner:
 
     def measure_source(self) -> Losses:
         """The losses of the source on the selection text; with `fidelity` also what trials are compared with."""
-        windows, key = self.text.selection.windows, self.trial_key({}, False)
+        windows, key = self.text.selection.windows, self.trial_key({}, False, self.text.selection)
         if self.fidelity:
             losses, self.reference = measure_source(
                 self.model, windows, key, self.context, identity=identify(self.model), step="search"
             )
             return losses
+        return Losses(self.context.cache.get("", key, self.source_run(self.text.selection))["nats"])
+
+    def source_run(self, split: Split) -> Callable[[], Tensors]:
+        """Measures the losses of the source on these windows, when it is called."""
+        return lambda: {"nats": evaluate(self.model, split.windows, self.context, step="search").nats}
+
+    def measure(self, shapes: Shapes, compensated: bool, split: Split) -> tuple[Losses, Fidelity | None]:
+        """The losses of a plan on these windows, from the cache where an earlier run measured it, and on the selection
+        text its fidelity, where that is wanted. Where a plan overflows, the losses are infinite."""
+        windows, context = split.windows, self.context
+        reference = self.reference if split is self.text.selection else None
 
         def run() -> Tensors:
-            return {"nats": evaluate(self.model, windows, self.context, step="search").nats}
-
-        return Losses(self.context.cache.get("", key, run)["nats"])
-
-    def measure(self, shapes: Shapes, compensated: bool) -> tuple[Losses, Fidelity | None]:
-        """The losses of a plan on the selection text, from the cache where an earlier run measured it, and its
-        fidelity where that is wanted. Where a plan overflows, the losses are infinite."""
-        windows, reference, context = self.text.selection.windows, self.reference, self.context
-
-        def run() -> Tensors:
-            start = self.start_before(layer_of(min(shapes)))
+            start = self.start_before(layer_of(min(shapes)), split)
             try:
                 with patched(self.model, self.blocks, self.fit_modules(shapes, compensated)):
                     if reference is None:
@@ -160,24 +179,26 @@ class TrialRunner:
                 return {"nats": overflow, "kl": overflow.clone(), "agrees": torch.zeros_like(overflow).bool()}
 
         more = {} if reference is None else {"fidelity": True}
-        found = self.context.cache.get("", self.trial_key(shapes, compensated, **more), run)
+        found = self.context.cache.get("", self.trial_key(shapes, compensated, split, **more), run)
         fidelity = None if reference is None else Fidelity(found["kl"], found["agrees"])
         return Losses(found["nats"]), fidelity
 
-    def start_before(self, layer: int) -> Stream:
-        """The selection windows at this layer of the source, or at one before it: no plan changes what is before its
-        first block."""
-        if self.start is None or self.start.position > layer:
-            windows, size = self.text.selection.windows, self.context.batch_size
-            size = limit_batch_size(self.model, windows.shape[1], size)
-            self.start = open_stream(self.model, self.store.layers, windows, size)
-            self.start.advance(layer)
-        return self.start
+    def start_before(self, layer: int, split: Split) -> Stream:
+        """These windows at this layer of the source, or at one before it: no plan changes what is before its first
+        block."""
+        start = self.starts.get(split.sha256)
+        if start is None or start.position > layer:
+            size = limit_batch_size(self.model, self.text.seq_len, self.context.batch_size)
+            start = self.starts[split.sha256] = open_stream(self.model, self.store.layers, split.windows, size)
+            start.advance(layer)
+        if split is self.text.spare:  # tried from the first layer to the last
+            start.advance(layer)
+        return start
 
-    def trial_key(self, shapes: Shapes, compensated: bool, **more: Any) -> dict[str, Any]:
+    def trial_key(self, shapes: Shapes, compensated: bool, split: Split, **more: Any) -> dict[str, Any]:
         """The cache key of a trial; without shapes, of the source."""
         by_index = {str(index): str(shapes[index]) for index in sorted(shapes)}
-        how = {"shapes": by_index, "compensated": compensated, "measured": self.text.selection.sha256, **more}
+        how = {"shapes": by_index, "compensated": compensated, "measured": split.sha256, **more}
         return self.store.key("trial", self.store.layers[0], **how)
 
     def fit_modules(self, shapes: Shapes, compensated: bool) -> dict[BranchIndex, Module]:

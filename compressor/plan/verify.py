@@ -326,7 +326,7 @@ def search_text(planner: Planner, evaluator: Evaluator, source: Measured, looks:
     """
     search = TextSearch(planner, evaluator, source, looks)
     for only_ffns in planner.turns:
-        planner.only_ffns = only_ffns
+        planner.take_turn(only_ffns)
         search.run()
     return search.result()
 

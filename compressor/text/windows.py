@@ -31,6 +31,7 @@ from compressor.runtime.names import (
 from compressor.text.documents import Document, thin
 from compressor.text.sources import absolute, read_splits
 
+SPARE_PER_SELECTION = 2  # spare windows for each selection window
 SPLIT_OPTIONS = ("calib", "select", "verify")
 SPLIT_PLACES = ("the first half", "a sixth, after the first half,", "the last third")
 HELD_OUT_EVERY = (
@@ -89,6 +90,7 @@ class Text:
     verification: Split
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # name → selection and verification windows
     healing: Split | None = None  # for training, from the part that calibration is from; texts alternate
+    spare: Split | None = None  # of that part too, windows that nothing is fitted on, text after text
     settings: dict[str, Any] = field(default_factory=dict)  # how it was read, as keys of a recipe
 
     def __post_init__(self) -> None:
@@ -96,12 +98,20 @@ class Text:
             self.counts[UNNAMED] = (len(self.selection.windows), len(self.verification.windows))
 
     def parts(self, split: str) -> dict[str, slice]:
-        """The windows that belong to each text, by its name; `split` is "selection" or "verification"."""
-        column = ("selection", "verification").index(split)
-        stops = list(accumulate(pair[column] for pair in self.counts.values()))
-        return {
-            name: slice(stop - self.counts[name][column], stop) for name, stop in zip(self.counts, stops, strict=True)
-        }
+        """The windows that belong to each text, by its name; `split` is "selection", "verification" or "spare"."""
+        if split == "spare":
+            each = len(self.spare.windows) // len(self.counts) if self.spare else 0
+            sizes = dict.fromkeys(self.counts, each)
+        else:
+            column = ("selection", "verification").index(split)
+            sizes = {name: pair[column] for name, pair in self.counts.items()}
+        stops = accumulate(sizes.values())
+        return {name: slice(stop - sizes[name], stop) for name, stop in zip(sizes, stops, strict=True)}
+
+    @property
+    def spare_ratio(self) -> float:
+        """How many spare windows there are for each selection window."""
+        return len(self.spare.windows) / len(self.selection.windows) if self.spare else 0.0
 
     @property
     def seq_len(self) -> int:
@@ -153,6 +163,7 @@ def load_text(
     the windows when there are more than needed; more tokens of a split only add windows of the same part.
     `heal_tokens` asks for further windows to train on, from the part of the calibration windows, which may be among
     them; a text with fewer gives what it has, and several texts give equally many.
+    Spare windows are drawn from that part too, behind the calibration windows; there may be fewer of them, or none.
     """
     if seq_len < 2:
         raise InputError(f"--seq-len must be at least 2, got {seq_len}; try --seq-len 256")
@@ -181,6 +192,12 @@ def load_text(
     if heal:
         count = min([heal, *(len(of_text[3].windows) for of_text in pools)])
         healing = join_splits([of_text[3].draw(count) for of_text in pools], source, alternate=True)
+    spare = None
+    left = (len(of_text[0].windows) - window_counts[0] for of_text in pools)
+    count = min([SPARE_PER_SELECTION * window_counts[1], *left])
+    if count > 0:
+        drawn = [of_text[0].draw(count, after=window_counts[0]) for of_text in pools]
+        spare = join_splits(drawn, source, alternate=False)
     counts = dict.fromkeys(groups, (window_counts[1], window_counts[2]))
     settings = {
         "text": [name_again(word) for word in words],
@@ -191,7 +208,7 @@ def load_text(
         **({"document_separator": document_separator} if document_separator else {}),
         "seed": seed,
     }
-    return Text(calibration, selection, verification, counts, healing, settings)
+    return Text(calibration, selection, verification, counts, healing, spare, settings)
 
 
 def name_again(word: str) -> str:
@@ -245,8 +262,9 @@ class Pool:
     order: Tensor
     source: str
 
-    def draw(self, count: int) -> Split:
-        drawn = self.order[:count].sort().values
+    def draw(self, count: int, after: int = 0) -> Split:
+        """So many windows, behind as many as were drawn before."""
+        drawn = self.order[after : after + count].sort().values
         return Split(self.windows[drawn], self.source, self.documents[drawn])
 
 

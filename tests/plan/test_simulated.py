@@ -11,7 +11,9 @@ import pytest
 from simulated import SIZE, SimulatedRunner, change, draw_costs, limits_of, most_saved, planner_of
 
 from compressor.measure.verdicts import Verdict
-from compressor.plan.frontier import Candidate, find_largest_plan
+from compressor.models.branches import AttentionOf
+from compressor.plan.attention_trials import choose_promising, pool
+from compressor.plan.frontier import Candidate, Cost, find_largest_plan
 from compressor.plan.mild import find_mild_candidates
 from compressor.plan.search import ROOM
 from compressor.plan.shapes import Shape
@@ -192,3 +194,33 @@ def test_an_unsafe_block_whose_trial_overflows_stays_out() -> None:
     runner = SimulatedRunner(costs, overflows=set(costs))
     assert find_mild_candidates(unsafe_block(), runner, limits_of("1.0")) == []  # type: ignore[arg-type]
     assert change(0.0).delta == 0.0
+
+
+# Attention
+
+
+@pytest.mark.parametrize("with_spare", [True, False])
+def test_attention_that_was_lucky_on_the_selection_text_is_found_out_on_the_spare_text(with_spare: bool) -> None:
+    """Two layers' attention saves as much; one is cheap on every text, one gains on selection and is dear elsewhere."""
+    lucky, plain = (AttentionOf(0), Shape(9)), (AttentionOf(1), Shape(9))
+    costs: dict[Any, float] = {lucky: -0.010, plain: 0.004, **{(i, Shape(9)): 0.005 for i in range(2)}}
+    spare = {lucky: 0.060, plain: 0.004} if with_spare else {}
+    runner = SimulatedRunner(costs, width=0.5, spare=spare)
+    predictions = dict.fromkeys(costs, 0.005) | {lucky: 0.010, plain: 0.010}
+    plan = planner_of(runner, predictions, limits_of("0.5")).search()
+    assert AttentionOf(1) in plan.shapes
+    assert (AttentionOf(0) in plan.shapes) == (not with_spare)
+
+
+def test_two_measurements_count_by_their_certainty() -> None:
+    assert pool(Cost(0.03, 0.02), Cost(0.01, 0.0)) == pytest.approx((0.02, 0.02 - 0.01 / math.sqrt(2)))
+    sure = pool(Cost(0.03, 0.029), Cost(0.01, -0.09))
+    assert sure.measured == pytest.approx(0.03, abs=1e-5)
+    assert pool(Cost(0.01, 0.01), Cost(0.03, 0.02)).measured == pytest.approx(0.01)  # a single window has no noise
+
+
+def test_what_looks_best_is_tried_again() -> None:
+    believed = [Candidate(AttentionOf(i), Shape(9), 100, 0.001 * ((7 * i) % 16)) for i in range(16)]
+    again = choose_promising(believed)
+    assert again == sorted(again)
+    assert {c.damage for c in believed if c.index in again} == {c.damage for c in believed if c.damage < 0.0075}

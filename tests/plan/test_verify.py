@@ -34,7 +34,9 @@ class Plans:
     def __init__(self, *offers: tuple[int, float], turns: tuple[bool, ...] = (False,)) -> None:
         self.offers = list(offers)
         self.limits, self.progress = LIMITS, Progress()
-        self.turns, self.only_ffns = turns, False
+        self.turns = turns
+        self.turns_taken: list[bool] = []
+        self.take_turn = self.turns_taken.append
         self.asked: list[tuple[float, float]] = []
 
     def search(self, budget_factor: float, ceiling: float) -> Any:
@@ -88,7 +90,7 @@ def test_attention_is_asked_about_after_ffns_alone_held(monkeypatch: pytest.Monk
     planner = Plans((400, 0.9), (500, 0.95), turns=BOTH)
     plan, looks = look(planner, monkeypatch)
     assert (plan.saved, looks) == (500, 2)
-    assert planner.only_ffns is False
+    assert planner.turns_taken == [True, False]
 
 
 @pytest.mark.parametrize(
