@@ -95,8 +95,10 @@ class SimulatedRunner:
         return self.tried[key]
 
     def attempt_on_spare(self, shapes: Shapes) -> dict[str, PerplexityChange]:
+        """As noisy as on the selection text, of which there is half as much."""
         (item,) = shapes.items()
-        return {"text": change(self.spare[item], self.width * abs(self.spare[item]))} if self.spare else {}
+        width = self.width * abs(self.costs[item]) / math.sqrt(self.text.spare_ratio)
+        return {"text": change(self.spare[item], width)} if self.spare else {}
 
     def trials(self) -> list[Trial]:
         return list(self.tried.values())

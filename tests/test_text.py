@@ -515,11 +515,11 @@ def test_there_are_as_many_spare_windows_as_the_shortest_text_has_left(tmp_path:
     for name, count in (("a", 400), ("b", 56)):
         (tmp_path / name).write_text(numbered(count, name), encoding="utf-8")
     words = [f"{name}={tmp_path / name}" for name in "ab"]
-    text = load_text(words, Bytes(), seq_len=16, calib_tokens=800, select_tokens=160, verify_tokens=320)
+    text = load_text(words, Bytes(), seq_len=16, calib_tokens=800, select_tokens=48, verify_tokens=160)
     assert text.spare is not None
     assert "".join(line[0] for line in lines(text.spare.windows)) == "a" * 3 + "b" * 3
     assert [text.parts("spare")[name] for name in "ab"] == [slice(0, 3), slice(3, 6)]
     (tmp_path / "b").write_text(numbered(50, "b"), encoding="utf-8")
-    text = load_text(words, Bytes(), seq_len=16, calib_tokens=800, select_tokens=160, verify_tokens=320)
+    text = load_text(words, Bytes(), seq_len=16, calib_tokens=800, select_tokens=48, verify_tokens=160)
     assert text.spare is None
     assert text.spare_ratio == 0

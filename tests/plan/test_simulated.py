@@ -203,7 +203,7 @@ def test_an_unsafe_block_whose_trial_overflows_stays_out() -> None:
 def test_attention_that_was_lucky_on_the_selection_text_is_found_out_on_the_spare_text(with_spare: bool) -> None:
     """Two layers' attention saves as much; one is cheap on every text, one gains on selection and is dear elsewhere."""
     lucky, plain = (AttentionOf(0), Shape(9)), (AttentionOf(1), Shape(9))
-    costs: dict[Any, float] = {lucky: -0.010, plain: 0.004, **{(i, Shape(9)): 0.005 for i in range(2)}}
+    costs: dict[Any, float] = {lucky: -0.010, plain: 0.004, **{(i, Shape(9)): 0.005 for i in range(8)}}
     spare = {lucky: 0.060, plain: 0.004} if with_spare else {}
     runner = SimulatedRunner(costs, width=0.5, spare=spare)
     predictions = dict.fromkeys(costs, 0.005) | {lucky: 0.010, plain: 0.010}
