@@ -120,7 +120,10 @@ def export(
     ],
     out: Annotated[str, typer.Option(help="file (gguf) or directory to write; it appears whole or not at all")],
     dtype: Annotated[
-        str | None, typer.Option(help="of the weights: f32, f16, bf16, and q8_0 for gguf  [as in DIR, if exact]")
+        str | None,
+        typer.Option(
+            help="of the weights: f32, f16, bf16; for gguf also q8_0, q5_1, q5_0, q4_1, q4_0  [as in DIR, if exact]"
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier export in --out")] = False,
     force: Annotated[bool, typer.Option("--force", help="also when nothing of the saving is left")] = False,

@@ -48,7 +48,6 @@ from compressor.runtime.safe_files import finite
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-BYTES_PER_PARAMETER = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
 TOKENIZER_BYTES = 16 * 10**6  # a large one; the config and the card are small beside it
 
 
@@ -163,7 +162,7 @@ def export_gguf(job: ExportJob, target: Path) -> ExportRecord:
         gguf.refuse_activation(llama)
     require_same_logits(job, llama.model)
     parameters = announce_size(job, "as GGUF", count_parameters(llama.model))
-    require_disk_space(job, parameters, target)
+    require_disk_space(job, sum(each.bytes for each in gguf.list_stored(llama.model, job.dtype)), target)
     limits = note_limits(job, llama)
     record = make_record(
         job,
@@ -179,11 +178,11 @@ def export_gguf(job: ExportJob, target: Path) -> ExportRecord:
     with whole_file(target) as file:
         room = {GGUF_KEY: json.dumps(record.to_json_value()) + " " * ROOM}
         with naming_alternatives(job):
-            notes = gguf.write_gguf(llama, job.tokenizer, file, job.dtype, Path(job.request.model).name, room)
+            notes, stored = gguf.write_gguf(llama, job.tokenizer, file, job.dtype, Path(job.request.model).name, room)
         for note in notes:
             job.progress.say(f"note: {note}")
         checked = check_in_llamacpp(job.model, job.tokenizer, file, job.dtype, notes, job.progress)
-        record = record.model_copy(update={"notes": notes, "checked": checked})
+        record = record.model_copy(update={"notes": notes, "stored": stored, "checked": checked})
         replace_string(file, GGUF_KEY, json.dumps(finite(record.to_json_value())))
     return record
 
@@ -208,7 +207,7 @@ def export_dense(job: ExportJob, target: Path) -> ExportRecord:
             f"{what}, and {why}; {list_alternatives(job)}, or add --force"
         )
     require_same_logits(job, stock)
-    require_disk_space(job, parameters, target)
+    require_disk_space(job, parameters * DTYPES[job.dtype].itemsize, target)
     with whole_directory(target) as partial:
         with quiet():
             write_checkpoint(stock, job.tokenizer, partial, dtype=DTYPES[job.dtype])
@@ -246,7 +245,7 @@ def export_vllm(job: ExportJob, target: Path) -> ExportRecord:
         llama = convert_to_llama(job.model, multiple=vllm.MULTIPLE, heads="grouped")
     off = require_same_logits(job, llama.model)
     parameters = announce_size(job, "with widths in steps of 256", count_parameters(llama.model))
-    require_disk_space(job, parameters, target)
+    require_disk_space(job, parameters * DTYPES[job.dtype].itemsize, target)
     job.progress.say("note: this was written after vLLM's source and has not been run in vLLM")
     with whole_directory(target) as partial:
         with quiet():
@@ -267,7 +266,7 @@ def export_vllm(job: ExportJob, target: Path) -> ExportRecord:
 
 def export_onnx(job: ExportJob, target: Path) -> ExportRecord:
     parameters = announce_size(job, "as ONNX", job.compressed_parameters)
-    require_disk_space(job, parameters, target)
+    require_disk_space(job, parameters * DTYPES[job.dtype].itemsize, target)
     with whole_directory(target) as partial:
         graph = write_onnx(job.model, job.tokenizer, partial, job.progress)
         record = make_record(
@@ -366,9 +365,8 @@ def announce_size(job: ExportJob, form: str, parameters: int) -> int:
     return parameters
 
 
-def require_disk_space(job: ExportJob, parameters: int, target: Path) -> None:
-    """Refuse the export if the disk has no room for it."""
-    weights = int(parameters * BYTES_PER_PARAMETER[job.dtype])
+def require_disk_space(job: ExportJob, weights: int, target: Path) -> None:
+    """Refuse the export if the disk has no room for so many bytes of weights."""
     job.progress.say(require_disk("the export", weights, target, "name another --out", spare=TOKENIZER_BYTES))
 
 
