@@ -127,6 +127,9 @@ def export(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier export in --out")] = False,
     force: Annotated[bool, typer.Option("--force", help="also when nothing of the saving is left")] = False,
+    low_memory: Annotated[
+        bool, typer.Option("--low-memory", help="read each tensor from disk when it is written; not for onnx")
+    ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -141,7 +144,8 @@ def export(
     from compressor.runtime.progress import Progress
 
     progress = Progress(visible=True)
-    record = exporter.export(model, to, out, dtype=dtype, overwrite=overwrite, force=force, progress=progress)
+    how: dict[str, Any] = {"dtype": dtype, "overwrite": overwrite, "force": force, "low_memory": low_memory}
+    record = exporter.export(model, to, out, **how, progress=progress)
     emit(record, as_json, tables.export_lines(record), None)
 
 

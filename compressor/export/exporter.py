@@ -24,6 +24,7 @@ from compressor.export.stock import build_empty, convert_to_stock, describe_stoc
 from compressor.export.written import GGUF_KEY, ROOM
 from compressor.modeling_compressor import replacements
 from compressor.models.blocks import find_blocks
+from compressor.models.deferred import defer_weights
 from compressor.models.load import load_model, quiet
 from compressor.models.source import source_of, stored_dtype
 from compressor.patch.checkpoint import count_parameters, write_checkpoint
@@ -61,6 +62,7 @@ class ExportRequest:
     dtype: str | None = None
     overwrite: bool = False
     force: bool = False
+    low_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,14 @@ def export(
     dtype: str | None = None,
     overwrite: bool = False,
     force: bool = False,
+    low_memory: bool = False,
     progress: Progress | None = None,
 ) -> ExportRecord:
-    """Write a compressed checkpoint for another runtime (gguf, hf-dense, onnx or vllm), and return its record."""
-    request = ExportRequest(str(model), to, str(out), dtype, overwrite, force)
+    """Write a compressed checkpoint for another runtime (gguf, hf-dense, onnx or vllm), and return its record.
+
+    `low_memory` reads every tensor from disk when it is needed and keeps none; what is written is the same.
+    """
+    request = ExportRequest(str(model), to, str(out), dtype, overwrite, force, low_memory)
     if to not in TARGETS:
         raise InputError(f"--to {to} is not known; use {', '.join(TARGETS)}")
     return run_export(request, progress or Progress())
@@ -105,6 +111,11 @@ def run_export(request: ExportRequest, progress: Progress) -> ExportRecord:
     if request.dtype not in (None, *dtypes):
         raise InputError(f"--dtype {request.dtype} is not for --to {request.to}; use {', '.join(dtypes)}")
     if request.to == "onnx":
+        if request.low_memory:
+            raise InputError(
+                "--low-memory is not for --to onnx, whose exporter traces the whole model; leave it out, or use "
+                "--to hf-dense or --to gguf"
+            )
         require_packages()
     checkpoint = Path(request.model)
     record = read_record(checkpoint) if (checkpoint / RECORD).is_file() else None
@@ -133,9 +144,16 @@ def open_job(
     """Load the model, and refuse one that is not compressed."""
     try:
         with quiet():
-            model, tokenizer = load_model(request.model, device="cpu", dtype="float32", allow_compressed=True)
+            model, tokenizer = load_model(
+                request.model, device="cpu", dtype="float32", allow_compressed=True, low_memory=request.low_memory
+            )
     except NotEnoughMemory as error:
-        raise InputError(f"{error.shortage}; export it where there is more") from error
+        remedy = "export it where there is more"
+        if request.to != "onnx":
+            remedy = "add --low-memory, which reads each tensor from disk when it is written"
+        raise InputError(f"{error.shortage}; {remedy}") from error
+    if request.low_memory:
+        defer_weights(model)
     if not replacements(model):
         raise InputError(f"{request.model} is not a compressed checkpoint; give a directory that compress wrote")
     if record is not None:

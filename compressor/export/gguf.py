@@ -19,6 +19,7 @@ from torch import Tensor
 
 from compressor.export.gguf_tokenizer import add_vocabulary
 from compressor.export.llama import Llama, block_widths, head_counts
+from compressor.models.deferred import realize
 from compressor.report.export_record import VECTORS, StoredTensors
 from compressor.runtime.errors import InputError
 
@@ -108,7 +109,8 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for each in stored:  # one after the other, so that the whole file is never in memory
-        writer.write_tensor_data(gguf.quants.quantize(each.tensor.float().contiguous().numpy(), each.kind))
+        tensor = realize(each.tensor).float().contiguous()
+        writer.write_tensor_data(gguf.quants.quantize(tensor.numpy(), each.kind))
     writer.close()
     return notes, group_by_type(stored)
 
