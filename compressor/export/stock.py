@@ -333,7 +333,6 @@ def spread_heads(
     numbers = attention.module.heads if attention.units else []
     slots = torch.tensor(numbers if max(numbers, default=-1) < heads.count else range(attention.units))
 
-
     def spread(name: str, parameter: Tensor, tensor: Tensor) -> Tensor:
         """The stock module's tensor of this name, made of the one that is kept."""
         owner, _, kind = name.rpartition(".")

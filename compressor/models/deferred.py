@@ -7,7 +7,8 @@ is computed at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from compressor.models.offload import disk_weights_of, forget_disk_weights
 
+CPU = torch.device("cpu")
 VALUE = torch.ops.aten._local_scalar_dense  # what bool(), float() and .item() ask for
 
 
@@ -28,29 +30,37 @@ class DeferredTensor(Tensor):
     @staticmethod
     def __new__(cls, shadow: Tensor, compute: Callable[[], Tensor]) -> DeferredTensor:
         tensor: DeferredTensor = torch.Tensor._make_wrapper_subclass(
-            cls, shadow.shape, strides=shadow.stride(), dtype=shadow.dtype, device="cpu", requires_grad=False
+            cls, shadow.shape, strides=shadow.stride(), dtype=shadow.dtype, device=CPU, requires_grad=False
         )
         tensor.shadow, tensor.compute = shadow, compute
         return tensor
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"DeferredTensor({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         tensors = [part for part in tree_flatten((args, kwargs))[0] if isinstance(part, Tensor)]
         if func._schema.is_mutable and isinstance(args[0], DeferredTensor):
             raise NotImplementedError(f"{func} would change a tensor that is on disk")
         if func.overloadpacket is VALUE or not all(isinstance(tensor, DeferredTensor) for tensor in tensors):
             return func(*tree_map(realize, args), **tree_map(realize, kwargs))
+
+        def compute() -> Any:
+            return func(*tree_map(realize, args), **tree_map(realize, kwargs))
+
         shadows = func(*tree_map(shadow_of, args), **tree_map(on_meta, tree_map(shadow_of, kwargs)))
         if isinstance(shadows, Tensor):
-            return cls(shadows, lambda: func(*tree_map(realize, args), **tree_map(realize, kwargs)))
-        return type(shadows)(
-            cls(shadow, lambda place=place: func(*tree_map(realize, args), **tree_map(realize, kwargs))[place])
-            for place, shadow in enumerate(shadows)
-        )
+            return cls(shadows, compute)
+        return [cls(shadow, partial(take, compute, place)) for place, shadow in enumerate(shadows)]
+
+
+def take(compute: Callable[[], Sequence[Tensor]], place: int) -> Tensor:
+    """One of several results."""
+    return compute()[place]
 
 
 def shadow_of(value: Any) -> Any:

@@ -77,7 +77,8 @@ def write_weights_from_disk(model: Any, directory: Path, dtype: torch.dtype, max
         model_name = model_names[id(stored[name])]
         if model_name in guards:
             return torch.zeros(0, dtype=dtype)
-        return realize(read_tensor(model, model_name)).to(stored[name].dtype)
+        tensor: Tensor = realize(read_tensor(model, model_name))
+        return tensor.to(stored[name].dtype)
 
     split = split_torch_state_dict_into_shards(
         stored, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size

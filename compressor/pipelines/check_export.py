@@ -88,7 +88,7 @@ def run(
     without_control = None
     if export.to == "gguf":
         try:
-            scores["control"] = scorer.source_in_llamacpp(source, tokenizer, export.dtype, f"source as {export.dtype}")
+            scores["control"] = scorer.as_gguf(source, tokenizer, export.dtype, f"source as {export.dtype}")
         except InputError as error:
             without_control = str(error)
     else:

@@ -279,7 +279,7 @@ def test_too_little_memory_names_no_option_that_is_not_there(
 ) -> None:
     save_compressed(tmp_path / "small", "llama")
     monkeypatch.setattr("compressor.runtime.resources.available_memory", lambda: 1000)
-    line = refused("export", tmp_path / "small", "--to", "gguf", "--out", tmp_path / "out")
+    line = refused("export", tmp_path / "small", "--to", "onnx", "--out", tmp_path / "out")
     assert "export it where there is more" in line
     assert "--low-memory" not in line
 
