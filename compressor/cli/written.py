@@ -10,7 +10,7 @@ import typer
 
 from compressor.cli.options import Debug, Json, RunOptions, Values, with_options
 from compressor.cli.output import emit
-from compressor.cli.start import started
+from compressor.cli.start import refuse_early, started
 from compressor.runtime.errors import InputError
 
 EXPORT_TARGETS = ("gguf", "hf-dense", "onnx", "vllm")
@@ -177,6 +177,34 @@ def compare(
     emit(record, options.as_json, comparison_lines(record), comparison_tables(record))
 
 
+@with_options
+def frontier(
+    values: Values,
+    options: RunOptions,
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR…", help="directories that compress wrote", show_default=False)
+    ],
+    source: Annotated[str | None, typer.Option("--source", help="the source model  [as recorded]")] = None,
+    dtypes: Annotated[
+        str | None,
+        typer.Option(help="precisions by commas, of f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0  [all but bf16]"),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="of the text; llama.cpp takes as long as if it wrote them")] = 2048,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="directory for frontier.json and its chart")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier frontier in --out")] = False,
+) -> None:
+    """File size against perplexity in llama.cpp: the source and compressed models of it, each in several precisions,
+    and whether compression and a smaller precision together are a better buy than the precision alone."""
+    refuse_early(source, values)
+    from compressor.pipelines import frontier
+    from compressor.report.frontier_record import size_lines, size_table
+
+    request = frontier.FrontierRequest(directories, source, dtypes, tokens, out, overwrite)
+    with started(options) as context:
+        record = frontier.run(request, values, context)
+    emit(record, options.as_json, size_lines(record), size_table(record))
+
+
 def sample(
     model: Annotated[
         str, typer.Argument(metavar="DIR", help="a directory that compress wrote, or any model", show_default=False)
@@ -227,6 +255,7 @@ WRITTEN: dict[Callable[..., None], str] = {
     cache: "what is kept of earlier runs, and how large it is",
     push: "send a checkpoint with its card to the Hub",
     export: "write it for llama.cpp, ONNX Runtime, stock transformers, vLLM",
+    frontier: "file size against perplexity in llama.cpp, in several precisions",
     compare: "two checkpoints, or one and its source, side by side",
     sample: "what it and its source write after a prompt",
 }
