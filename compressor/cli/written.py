@@ -73,7 +73,7 @@ def cache(
 
 
 def push(
-    directory: Directory,
+    directory: Written,
     repo: Annotated[str, typer.Argument(metavar="REPO", help="OWNER/NAME on the Hugging Face Hub", show_default=False)],
     private: Annotated[bool, typer.Option("--private", help="make the repository private if it is new")] = False,
     branch: Annotated[str | None, typer.Option(help="branch to write to, made if it is missing  [main]")] = None,
@@ -88,7 +88,8 @@ def push(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Send a compressed checkpoint with its card to the Hub in one commit, or say with --dry-run what would be sent."""
+    """Send a compressed checkpoint or an export with its card to the Hub in one commit; --dry-run says what would be
+    sent."""
     from compressor.export import hub
     from compressor.report import tables
     from compressor.runtime.progress import Progress
@@ -253,7 +254,7 @@ def sample(
 WRITTEN: dict[Callable[..., None], str] = {
     info: "what a checkpoint or an export contains",
     cache: "what is kept of earlier runs, and how large it is",
-    push: "send a checkpoint with its card to the Hub",
+    push: "send a checkpoint or an export with its card to the Hub",
     export: "write it for llama.cpp, ONNX Runtime, stock transformers, vLLM",
     frontier: "file size against perplexity in llama.cpp, in several precisions",
     compare: "two checkpoints, or one and its source, side by side",
