@@ -98,18 +98,16 @@ def build_large(directory: Path, layers: int) -> int:
 def test_the_peak_is_a_layer_and_not_the_model(tmp_path: Path) -> None:
     """The same process has exported a model of one layer before, so what is counted is the large one's own."""
     build_large(tmp_path / "one", 1)
-    size = build_large(tmp_path / "many", 16)
+    size = build_large(tmp_path / "many", 10)
     peaks: dict[tuple[str, str], float] = {}
-    for to in ("gguf", "hf-dense"):
-        for mode in ("low", "normal"):
-            words = [str(tmp_path / "one"), str(tmp_path / "many"), to, str(tmp_path / f"{to}-{mode}"), mode]
-            done = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            before, after = map(int, done.stdout.split())
-            peaks[to, mode] = (after - before) / size
-    for to in ("gguf", "hf-dense"):
-        assert peaks[to, "low"] < 0.3, peaks
-        assert peaks[to, "normal"] > 0.9, peaks  # or the figure above says nothing
+    for to, mode in (("gguf", "low"), ("gguf", "normal"), ("hf-dense", "low")):
+        words = [str(tmp_path / "one"), str(tmp_path / "many"), to, str(tmp_path / f"{to}-{mode}"), mode]
+        done = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        before, after = map(int, done.stdout.split())
+        peaks[to, mode] = (after - before) / size
+    assert max(peaks["gguf", "low"], peaks["hf-dense", "low"]) < 0.3, peaks
+    assert peaks["gguf", "normal"] > 0.9, peaks  # or the figures above say nothing
     assert (tmp_path / "gguf-low").read_bytes() == (tmp_path / "gguf-normal").read_bytes()
 
 
