@@ -5,8 +5,8 @@
 Builds a Llama with random float32 weights in `./work`, as `low_memory.py` does (2.7 GB with these numbers), puts a
 low-rank map in the place of every second FFN without measuring anything, and exports the checkpoint in a process of its
 own in each mode. Prints peak resident memory ÷ size of the checkpoint, the same less what such a process takes for a
-model of one layer (Python, torch, transformers), the ratio of the times, and whether both wrote the same bytes. llama.cpp
-runs in a process of its own and maps the file; it is not in these figures.
+model of one layer (Python, torch, transformers), the ratio of the times, and whether both wrote the same bytes.
+llama.cpp runs in a process of its own and maps the file; it is not in these figures.
 """
 
 from __future__ import annotations
