@@ -17,6 +17,9 @@ from zoo import VOCAB, stored
 from compressor.export.attention import NoAttention
 from compressor.export.llamacpp import Runner
 
+# How far a log-probability of a tiny random model may be off in llama.cpp, by the type of its file.
+OFF = {"f32": 1e-5, "f16": 1e-2, "bf16": 0.1, "q8_0": 0.3, "q5_1": 1.0, "q5_0": 1.0, "q4_1": 2.0, "q4_0": 2.0}
+
 
 def read_gguf(file: Path) -> Any:
     import gguf

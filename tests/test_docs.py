@@ -18,7 +18,10 @@ from zoo import compressed, tiny_model, tiny_tokenizer, write
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = ("run", "profile", "plan", "apply", "heal", "check", "info", "compare", "export", "push", "cache", "sample")
+COMMANDS = (
+    *("run", "profile", "plan", "apply", "heal", "check", "info", "compare", "export", "push", "cache", "sample"),
+    "frontier",
+)
 NOT_RUN = re.compile(r"<!-- not run: (needs the Hub|an example of style) -->\s*$")
 WHOLE = "compressor|tests|docs|recipes|benchmarks|\\.ci"
 

@@ -96,15 +96,20 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         *("first", "second", "measure", "text", "confidence", "seq_len", "verify_tokens", "document_separator"),
         *("seed", *MACHINE, *RUN),
     ),
+    "frontier": (
+        *("directories", "out", "text", "source", "dtypes", "tokens", "seq_len", "document_separator", "seed"),
+        *("overwrite", *RUN),
+    ),
 }
 # The commands that go by what a file recorded: where an option comes from that is not given.
-RECORDED = {"apply": "as in PLAN", **dict.fromkeys(("check", "heal", "compare"), "as recorded")}
+RECORDED = {"apply": "as in PLAN", **dict.fromkeys(("check", "heal", "compare", "frontier"), "as recorded")}
 SEVERAL_AMOUNTS = ("--max-dppl", "--remove")  # options that several numbers may follow
 ARGUMENTS = ("model",)  # fields of the recipe that are given without the name of an option
 SHORT = {"out": "-o"}
 # What stands for the value of an option in the help, where its type does not say it: N, TEXT or FILE.
 METAVARS = {"out": "DIR", "text": "FILE", "task_path": "DIR", "prompts": "FILE", "max_dppl": "N", "remove": "N%"}
 METAVARS |= {"heal": "N", "max_task_drop": "N", "model": "MODEL", "cross": "MODEL", "cache": "DIR", "models": "MODEL"}
+METAVARS |= {"dtypes": "LIST", "directories": "DIR"}
 METAVARS |= {"checkpoint": "DIR", "first": "DIR", "second": "DIR"}
 METAVARS |= {"max_kl": "N", "directory": "DIR", "plan_file": "PLAN", "source": "MODEL", "min_saving": "N%"}
 # Help texts that differ from the description of the field.

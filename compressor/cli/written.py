@@ -10,7 +10,7 @@ import typer
 
 from compressor.cli.options import Debug, Json, RunOptions, Values, with_options
 from compressor.cli.output import emit
-from compressor.cli.start import started
+from compressor.cli.start import refuse_early, started
 from compressor.runtime.errors import InputError
 
 EXPORT_TARGETS = ("gguf", "hf-dense", "onnx", "vllm")
@@ -73,7 +73,7 @@ def cache(
 
 
 def push(
-    directory: Directory,
+    directory: Written,
     repo: Annotated[str, typer.Argument(metavar="REPO", help="OWNER/NAME on the Hugging Face Hub", show_default=False)],
     private: Annotated[bool, typer.Option("--private", help="make the repository private if it is new")] = False,
     branch: Annotated[str | None, typer.Option(help="branch to write to, made if it is missing  [main]")] = None,
@@ -88,7 +88,8 @@ def push(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Send a compressed checkpoint with its card to the Hub in one commit, or say with --dry-run what would be sent."""
+    """Send a compressed checkpoint or an export with its card to the Hub in one commit; --dry-run says what would be
+    sent."""
     from compressor.export import hub
     from compressor.report import tables
     from compressor.runtime.progress import Progress
@@ -120,10 +121,16 @@ def export(
     ],
     out: Annotated[str, typer.Option(help="file (gguf) or directory to write; it appears whole or not at all")],
     dtype: Annotated[
-        str | None, typer.Option(help="of the weights: f32, f16, bf16, and q8_0 for gguf  [as in DIR, if exact]")
+        str | None,
+        typer.Option(
+            help="of the weights: f32, f16, bf16; for gguf also q8_0, q5_1, q5_0, q4_1, q4_0  [as in DIR, if exact]"
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier export in --out")] = False,
     force: Annotated[bool, typer.Option("--force", help="also when nothing of the saving is left")] = False,
+    low_memory: Annotated[
+        bool, typer.Option("--low-memory", help="read each tensor from disk when it is written; not for onnx")
+    ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -138,7 +145,8 @@ def export(
     from compressor.runtime.progress import Progress
 
     progress = Progress(visible=True)
-    record = exporter.export(model, to, out, dtype=dtype, overwrite=overwrite, force=force, progress=progress)
+    how: dict[str, Any] = {"dtype": dtype, "overwrite": overwrite, "force": force, "low_memory": low_memory}
+    record = exporter.export(model, to, out, **how, progress=progress)
     emit(record, as_json, tables.export_lines(record), None)
 
 
@@ -168,6 +176,34 @@ def compare(
         with started(options) as context:
             record = compare_measured.run(record, values, context)
     emit(record, options.as_json, comparison_lines(record), comparison_tables(record))
+
+
+@with_options
+def frontier(
+    values: Values,
+    options: RunOptions,
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR…", help="directories that compress wrote", show_default=False)
+    ],
+    source: Annotated[str | None, typer.Option("--source", help="the source model  [as recorded]")] = None,
+    dtypes: Annotated[
+        str | None,
+        typer.Option(help="precisions by commas, of f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0  [all but bf16]"),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="of the text; llama.cpp takes as long as if it wrote them")] = 2048,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="directory for frontier.json and its chart")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an earlier frontier in --out")] = False,
+) -> None:
+    """File size against perplexity in llama.cpp: the source and compressed models of it, each in several precisions,
+    and whether compression and a smaller precision together are a better buy than the precision alone."""
+    refuse_early(source, values)
+    from compressor.pipelines import frontier
+    from compressor.report.frontier_record import size_lines, size_table
+
+    request = frontier.FrontierRequest(directories, source, dtypes, tokens, out, overwrite)
+    with started(options) as context:
+        record = frontier.run(request, values, context)
+    emit(record, options.as_json, size_lines(record), size_table(record))
 
 
 def sample(
@@ -218,8 +254,9 @@ def sample(
 WRITTEN: dict[Callable[..., None], str] = {
     info: "what a checkpoint or an export contains",
     cache: "what is kept of earlier runs, and how large it is",
-    push: "send a checkpoint with its card to the Hub",
+    push: "send a checkpoint or an export with its card to the Hub",
     export: "write it for llama.cpp, ONNX Runtime, stock transformers, vLLM",
+    frontier: "file size against perplexity in llama.cpp, in several precisions",
     compare: "two checkpoints, or one and its source, side by side",
     sample: "what it and its source write after a prompt",
 }

@@ -24,6 +24,7 @@ from compressor.export.stock import build_empty, convert_to_stock, describe_stoc
 from compressor.export.written import GGUF_KEY, ROOM
 from compressor.modeling_compressor import replacements
 from compressor.models.blocks import find_blocks
+from compressor.models.deferred import defer_weights
 from compressor.models.load import load_model, quiet
 from compressor.models.source import source_of, stored_dtype
 from compressor.patch.checkpoint import count_parameters, write_checkpoint
@@ -48,7 +49,6 @@ from compressor.runtime.safe_files import finite
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-BYTES_PER_PARAMETER = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
 TOKENIZER_BYTES = 16 * 10**6  # a large one; the config and the card are small beside it
 
 
@@ -62,6 +62,7 @@ class ExportRequest:
     dtype: str | None = None
     overwrite: bool = False
     force: bool = False
+    low_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,14 @@ def export(
     dtype: str | None = None,
     overwrite: bool = False,
     force: bool = False,
+    low_memory: bool = False,
     progress: Progress | None = None,
 ) -> ExportRecord:
-    """Write a compressed checkpoint for another runtime (gguf, hf-dense, onnx or vllm), and return its record."""
-    request = ExportRequest(str(model), to, str(out), dtype, overwrite, force)
+    """Write a compressed checkpoint for another runtime (gguf, hf-dense, onnx or vllm), and return its record.
+
+    `low_memory` reads every tensor from disk when it is needed and keeps none; what is written is the same.
+    """
+    request = ExportRequest(str(model), to, str(out), dtype, overwrite, force, low_memory)
     if to not in TARGETS:
         raise InputError(f"--to {to} is not known; use {', '.join(TARGETS)}")
     return run_export(request, progress or Progress())
@@ -106,6 +111,11 @@ def run_export(request: ExportRequest, progress: Progress) -> ExportRecord:
     if request.dtype not in (None, *dtypes):
         raise InputError(f"--dtype {request.dtype} is not for --to {request.to}; use {', '.join(dtypes)}")
     if request.to == "onnx":
+        if request.low_memory:
+            raise InputError(
+                "--low-memory is not for --to onnx, whose exporter traces the whole model; leave it out, or use "
+                "--to hf-dense or --to gguf"
+            )
         require_packages()
     checkpoint = Path(request.model)
     record = read_record(checkpoint) if (checkpoint / RECORD).is_file() else None
@@ -134,9 +144,16 @@ def open_job(
     """Load the model, and refuse one that is not compressed."""
     try:
         with quiet():
-            model, tokenizer = load_model(request.model, device="cpu", dtype="float32", allow_compressed=True)
+            model, tokenizer = load_model(
+                request.model, device="cpu", dtype="float32", allow_compressed=True, low_memory=request.low_memory
+            )
     except NotEnoughMemory as error:
-        raise InputError(f"{error.shortage}; export it where there is more") from error
+        remedy = "export it where there is more"
+        if request.to != "onnx":
+            remedy = "add --low-memory, which reads each tensor from disk when it is written"
+        raise InputError(f"{error.shortage}; {remedy}") from error
+    if request.low_memory:
+        defer_weights(model)
     if not replacements(model):
         raise InputError(f"{request.model} is not a compressed checkpoint; give a directory that compress wrote")
     if record is not None:
@@ -163,7 +180,7 @@ def export_gguf(job: ExportJob, target: Path) -> ExportRecord:
         gguf.refuse_activation(llama)
     require_same_logits(job, llama.model)
     parameters = announce_size(job, "as GGUF", count_parameters(llama.model))
-    require_disk_space(job, parameters, target)
+    require_disk_space(job, sum(each.bytes for each in gguf.list_stored(llama.model, job.dtype)), target)
     limits = note_limits(job, llama)
     record = make_record(
         job,
@@ -179,11 +196,11 @@ def export_gguf(job: ExportJob, target: Path) -> ExportRecord:
     with whole_file(target) as file:
         room = {GGUF_KEY: json.dumps(record.to_json_value()) + " " * ROOM}
         with naming_alternatives(job):
-            notes = gguf.write_gguf(llama, job.tokenizer, file, job.dtype, Path(job.request.model).name, room)
+            notes, stored = gguf.write_gguf(llama, job.tokenizer, file, job.dtype, Path(job.request.model).name, room)
         for note in notes:
             job.progress.say(f"note: {note}")
         checked = check_in_llamacpp(job.model, job.tokenizer, file, job.dtype, notes, job.progress)
-        record = record.model_copy(update={"notes": notes, "checked": checked})
+        record = record.model_copy(update={"notes": notes, "stored": stored, "checked": checked})
         replace_string(file, GGUF_KEY, json.dumps(finite(record.to_json_value())))
     return record
 
@@ -208,7 +225,7 @@ def export_dense(job: ExportJob, target: Path) -> ExportRecord:
             f"{what}, and {why}; {list_alternatives(job)}, or add --force"
         )
     require_same_logits(job, stock)
-    require_disk_space(job, parameters, target)
+    require_disk_space(job, parameters * DTYPES[job.dtype].itemsize, target)
     with whole_directory(target) as partial:
         with quiet():
             write_checkpoint(stock, job.tokenizer, partial, dtype=DTYPES[job.dtype])
@@ -246,7 +263,7 @@ def export_vllm(job: ExportJob, target: Path) -> ExportRecord:
         llama = convert_to_llama(job.model, multiple=vllm.MULTIPLE, heads="grouped")
     off = require_same_logits(job, llama.model)
     parameters = announce_size(job, "with widths in steps of 256", count_parameters(llama.model))
-    require_disk_space(job, parameters, target)
+    require_disk_space(job, parameters * DTYPES[job.dtype].itemsize, target)
     job.progress.say("note: this was written after vLLM's source and has not been run in vLLM")
     with whole_directory(target) as partial:
         with quiet():
@@ -267,7 +284,7 @@ def export_vllm(job: ExportJob, target: Path) -> ExportRecord:
 
 def export_onnx(job: ExportJob, target: Path) -> ExportRecord:
     parameters = announce_size(job, "as ONNX", job.compressed_parameters)
-    require_disk_space(job, parameters, target)
+    require_disk_space(job, parameters * DTYPES[job.dtype].itemsize, target)
     with whole_directory(target) as partial:
         graph = write_onnx(job.model, job.tokenizer, partial, job.progress)
         record = make_record(
@@ -366,9 +383,8 @@ def announce_size(job: ExportJob, form: str, parameters: int) -> int:
     return parameters
 
 
-def require_disk_space(job: ExportJob, parameters: int, target: Path) -> None:
-    """Refuse the export if the disk has no room for it."""
-    weights = int(parameters * BYTES_PER_PARAMETER[job.dtype])
+def require_disk_space(job: ExportJob, weights: int, target: Path) -> None:
+    """Refuse the export if the disk has no room for so many bytes of weights."""
     job.progress.say(require_disk("the export", weights, target, "name another --out", spare=TOKENIZER_BYTES))
 
 

@@ -117,7 +117,7 @@ def factor_linear_map(module: Replacement) -> tuple[Tensor, Tensor]:
     """The replacement's linear map as a product: rows [rank, width] and columns [width, rank]."""
     bias = module.output_bias.detach()
     if module.rank is None:
-        return module.linear.weight.detach(), torch.eye(module.width, dtype=bias.dtype, device=bias.device)
+        return module.linear.weight.detach(), torch.ones_like(bias).diag()
     if module.rank == 0:
         return bias.new_zeros(0, module.width), bias.new_zeros(module.width, 0)
     return module.down.weight.detach(), module.up.weight.detach()

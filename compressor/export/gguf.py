@@ -9,6 +9,7 @@ has no attention.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,24 @@ from torch import Tensor
 
 from compressor.export.gguf_tokenizer import add_vocabulary
 from compressor.export.llama import Llama, block_widths, head_counts
+from compressor.models.deferred import realize
+from compressor.report.export_record import VECTORS, StoredTensors
 from compressor.runtime.errors import InputError
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
 
-DTYPES = ("f32", "f16", "bf16", "q8_0")
-MULTIPLE = 32  # block widths are multiples of this: q8_0 stores groups of 32, and every backend computes them quickly
+# What --dtype takes, and llama.cpp's name for a file of it. The package `gguf` has no quantiser for the k-quants.
+FILE_TYPES = {
+    "f32": "ALL_F32",
+    "f16": "MOSTLY_F16",
+    "bf16": "MOSTLY_BF16",
+    **{dtype: f"MOSTLY_{dtype.upper()}" for dtype in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")},
+}
+DTYPES = tuple(FILE_TYPES)
+HEAD, RAGGED = "the matrix that gives the logits", "rows that 32 does not divide"
+# Block widths are multiples of this: quantised types store groups of 32, and every backend computes them quickly.
+MULTIPLE = 32
 GGUF_NAMES = {  # from the names of a LlamaForCausalLM
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -44,10 +56,38 @@ def refuse_activation(llama: Llama) -> None:
         raise InputError(f"the gate of its blocks is a {llama.layout.activation}, and llama.cpp's `deci` has only silu")
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of the file and the type that it is stored as; `why` says it where that is not the file's own."""
+
+    name: str
+    tensor: Tensor
+    kind: GGMLQuantizationType
+    why: str | None
+
+    @property
+    def bytes(self) -> int:
+        from gguf import GGML_QUANT_SIZES
+
+        group, size = GGML_QUANT_SIZES[self.kind]
+        return self.tensor.numel() // group * size
+
+
+def list_stored(model: Any, dtype: str) -> list[StoredTensor]:
+    """Every tensor of the file, as it is stored in a file of this type."""
+    tensors = dict(list_gguf_tensors(model))
+    head = "output.weight" if "output.weight" in tensors else "token_embd.weight"
+    return [
+        StoredTensor(name, tensor, *choose_storage_type(tensor, dtype, gives_logits=name == head))
+        for name, tensor in tensors.items()
+    ]
+
+
 def write_gguf(
     llama: Llama, tokenizer: Any, file: Path, dtype: str, name: str, extra: Mapping[str, str] | None = None
-) -> list[str]:
-    """Write the file, with the block widths of the model; return notes on how llama.cpp's tokenizer differs.
+) -> tuple[list[str], list[StoredTensors]]:
+    """Write the file, with the block widths of the model; return notes on how llama.cpp's tokenizer differs, and what
+    was stored as which type.
 
     `extra` are further keys of the file's metadata.
     """
@@ -56,24 +96,40 @@ def write_gguf(
     refuse_activation(llama)
     writer = gguf.GGUFWriter(file, "deci")
     writer.add_name(choose_name(name, tokenizer))
-    kinds = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-    writer.add_file_type(gguf.LlamaFileType[kinds[dtype]])
+    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_sizes(writer, llama.model)
     for key, value in (extra or {}).items():
         writer.add_string(key, value)
     notes = add_vocabulary(writer, tokenizer, llama.model.config.vocab_size, llama.model.generation_config)
-    tensors = [(name, tensor, choose_storage_type(tensor, dtype)) for name, tensor in list_gguf_tensors(llama.model)]
-    for name, tensor, kind in tensors:
-        block, size = gguf.GGML_QUANT_SIZES[kind]
-        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.numel() // block * size, kind)
+    stored = list_stored(llama.model, dtype)
+    for each in stored:
+        writer.add_tensor_info(each.name, each.tensor.shape, np.dtype(np.float32), each.bytes, each.kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _, tensor, kind in tensors:  # one after the other, so that the whole file is never in memory
-        writer.write_tensor_data(gguf.quants.quantize(tensor.float().contiguous().numpy(), kind))
+    for each in stored:  # one after the other, so that the whole file is never in memory
+        tensor = realize(each.tensor).float().contiguous()
+        writer.write_tensor_data(gguf.quants.quantize(tensor.numpy(), each.kind))
     writer.close()
-    return notes
+    return notes, group_by_type(stored)
+
+
+def group_by_type(stored: list[StoredTensor]) -> list[StoredTensors]:
+    """How many tensors, parameters and bytes are stored as which type, and why."""
+    groups: dict[tuple[str, str | None], list[StoredTensor]] = {}
+    for each in stored:
+        groups.setdefault((each.kind.name.lower(), each.why), []).append(each)
+    return [
+        StoredTensors(
+            type=kind,
+            why=why,
+            tensors=len(members),
+            parameters=sum(each.tensor.numel() for each in members),
+            bytes=sum(each.bytes for each in members),
+        )
+        for (kind, why), members in groups.items()
+    ]
 
 
 def choose_name(name: str, tokenizer: Any) -> str:
@@ -137,11 +193,21 @@ def halves_to_pairs(tensor: Tensor, head: int) -> Tensor:
     return tensor.reshape(-1, 2, head // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
-def choose_storage_type(tensor: Tensor, dtype: str) -> GGMLQuantizationType:
-    """The type that a tensor is stored as: vectors as float32, and as float16 where q8_0 does not divide the row."""
+def choose_storage_type(
+    tensor: Tensor, dtype: str, *, gives_logits: bool = False
+) -> tuple[GGMLQuantizationType, str | None]:
+    """The type that a tensor is stored as in a file of this type and, where it is another, why.
+
+    As llama.cpp's own converter does it, vectors are float32, and a matrix whose rows cannot be divided into groups is
+    float16. As llama-quantize does it, the matrix that gives the logits keeps more bits than 4 or 5.
+    """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    kind = GGMLQuantizationType[dtype.upper()]
+    asked = GGMLQuantizationType[dtype.upper()]
     if tensor.ndim == 1:
-        return GGMLQuantizationType.F32
-    return GGMLQuantizationType.F16 if tensor.shape[-1] % GGML_QUANT_SIZES[kind][0] else kind
+        return GGMLQuantizationType.F32, None if dtype == "f32" else VECTORS
+    if tensor.shape[-1] % GGML_QUANT_SIZES[asked][0]:
+        return GGMLQuantizationType.F16, RAGGED
+    if gives_logits and dtype.startswith(("q4", "q5")):
+        return GGMLQuantizationType.Q8_0, HEAD
+    return asked, None

@@ -20,7 +20,7 @@ STRING, ARRAY = 8, 9
 DEEPEST = 4  # arrays in arrays
 MOST_DIMENSIONS = 4
 # The types that an export has: elements of a group, and its bytes.
-TENSOR_TYPES = {0: (1, 4), 1: (1, 2), 8: (32, 34), 30: (1, 2)}
+TENSOR_TYPES = {0: (1, 4), 1: (1, 2), 30: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34)}
 USUAL_ALIGNMENT = 32
 
 

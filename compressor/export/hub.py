@@ -1,9 +1,10 @@
-"""Send a compressed checkpoint to the Hugging Face Hub in one commit, or list the files of that commit."""
+"""Send a compressed checkpoint or an export to the Hugging Face Hub in one commit, or list the files of that commit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, co
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 import compressor
-from compressor.export.upload import Upload, collect_upload, is_written_by_compress
+from compressor.export.upload import Upload, collect_upload
+from compressor.export.upload_export import collect_export_upload
+from compressor.export.written import is_export
 from compressor.report.export_record import PushedFile, PushRecord
 from compressor.runtime.errors import InputError, causes, reason_of
-from compressor.runtime.names import RECORD
 from compressor.runtime.network import is_repo_id, why_unreachable
 from compressor.runtime.progress import Progress
 from compressor.runtime.resources import format_bytes
@@ -35,9 +37,10 @@ def push(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> PushRecord:
-    """Check the checkpoint, then send it. With `dry_run` nothing is sent, and the record says so."""
+    """Check the checkpoint or the export, then send it. With `dry_run` nothing is sent, and the record says so."""
     refuse_names(repo, branch)
-    upload = collect_upload(Path(directory), repo)
+    path = Path(directory)
+    upload = collect_export_upload(path, repo) if is_export(path) else collect_upload(path, repo)
     files = [PushedFile(path=name, bytes=size) for name, size in upload.sizes().items()]
     record = PushRecord(
         directory=str(directory),
@@ -111,14 +114,15 @@ def prepare_repository(
     except RevisionNotFoundError:
         present, is_new_branch = api.list_repo_files(repo), True
     others = [name for name in present if name != ".gitattributes"]
-    if others and RECORD not in others and not overwrite:
+    if others and upload.record not in others and not overwrite:
         raise InputError(
-            f"{repo} has {len(others)} files ({others[0]}, …) that compress did not write; name another repository or "
-            "add --overwrite"
+            f"{repo} has {len(others)} files ({others[0]}, …) and no {upload.record}, so it holds something else; name "
+            "another repository or add --overwrite"
         )
     if is_new_branch:
         api.create_branch(repo, branch=branch, exist_ok=True)
-    return [name for name in present if is_written_by_compress(name) and name not in upload.files], False
+    old = [name for name in present if any(fnmatchcase(name, pattern) for pattern in upload.written)]
+    return [name for name in old if name not in upload.files], False
 
 
 @contextmanager

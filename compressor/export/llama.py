@@ -205,7 +205,7 @@ def arrange_heads(model: Any, config: LlamaConfig, tensors: dict[str, Tensor], g
         if attention.kind == "bias":
             if grouped:
                 continue
-            found, kept = heads_of_zeros(config.hidden_size, queries * width, width), 1
+            found, kept = heads_of_zeros(tensors["model.norm.weight"], config.hidden_size, queries * width, width), 1
             if attention.bias is not None:
                 found["o_proj.bias"] = attention.bias * find_multipliers(model.config, config)["residual"]
                 config.attention_bias = True
@@ -217,11 +217,12 @@ def arrange_heads(model: Any, config: LlamaConfig, tensors: dict[str, Tensor], g
         tensors |= {f"{attention.path}.{name}": tensor for name, tensor in padded.items()}
 
 
-def heads_of_zeros(hidden: int, queries: int, keys: int) -> dict[str, Tensor]:
-    """The projections of a Llama's attention, with so many rows for queries and for keys, all of zeros."""
+def heads_of_zeros(like: Tensor, hidden: int, queries: int, keys: int) -> dict[str, Tensor]:
+    """The projections of a Llama's attention, with so many rows for queries and for keys, all of zeros; deferred if the
+    tensor `like` is."""
     rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    return {f"{name}.weight": torch.zeros(count, hidden) for name, count in rows.items()} | {
-        "o_proj.weight": torch.zeros(hidden, queries)
+    return {f"{name}.weight": like.new_zeros(count, hidden) for name, count in rows.items()} | {
+        "o_proj.weight": like.new_zeros(hidden, queries)
     }
 
 

@@ -26,7 +26,7 @@ def describe_origin(checkpoint: str, sha256: str | None, record: Record | SavedR
     is_local = made_from.model not in BUILT_IN_MODELS and not is_hub_id(made_from.model, made_from.revision)
     source = Source(
         model=last_part(made_from.model) if is_local else made_from.model,
-        **made_from.model_dump(include={"revision", "model_type", "weights_sha256", "dtype"}),
+        **made_from.model_dump(include={"revision", "model_type", "weights_sha256", "dtype", "card"}),
     )
     if not isinstance(record, Record):
         return ExportOrigin(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from compressor.export.attention import (
 )
 from compressor.export.fold import OrdinaryBlock, fold, neurons_needed, read_ordinary_block
 from compressor.models.blocks import Block, find_blocks, modules_of
+from compressor.models.deferred import defer
 from compressor.models.heads import AttentionCall, Heads, describe_heads
 from compressor.models.neurons import Matrix, find_neurons
 from compressor.runtime.errors import InputError
@@ -330,18 +332,25 @@ def spread_heads(
         kept[f"{output}.bias"] = attention.bias
     numbers = attention.module.heads if attention.units else []
     slots = torch.tensor(numbers if max(numbers, default=-1) < heads.count else range(attention.units))
-    tensors = {}
-    for name, parameter in stock.named_parameters():
+
+    def spread(name: str, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """The stock module's tensor of this name, made of the one that is kept."""
         owner, _, kind = name.rpartition(".")
         transposed = kind == "weight" and not isinstance(stock.get_submodule(owner), nn.Linear) and parameter.ndim == 2
         whole = torch.zeros(parameter.T.shape if transposed else parameter.shape)
         if name in kept:
             if owner in heads.layout.inputs:
-                whole[heads.rows_of(owner, slots)] = kept[name]
+                whole[heads.rows_of(owner, slots)] = tensor
             elif name == f"{output}.weight":
-                whole[:, heads.columns_of(slots)] = kept[name]
+                whole[:, heads.columns_of(slots)] = tensor
             else:
-                whole = kept[name]
-        tensors[name] = whole.T.contiguous() if transposed else whole
+                whole = tensor
+        return whole.T.contiguous() if transposed else whole
+
+    small = attention.module.output_bias.detach()  # deferred where the kept tensors would be
+    tensors = {
+        name: defer(parameter, partial(spread, name, parameter), kept.get(name, small))
+        for name, parameter in stock.named_parameters()
+    }
     buffers = {name: torch.zeros(buffer.shape, dtype=buffer.dtype) for name, buffer in stock.named_buffers()}
     return tensors, buffers

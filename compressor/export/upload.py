@@ -70,6 +70,8 @@ class Upload:
     notes: list[str]
     metadata: dict[str, Any]  # of the card
     model: str  # the name of the source
+    record: str  # the file by which a repository is known to hold an earlier one
+    written: tuple[str, ...]  # patterns of the files of an earlier one, which go if they are not sent again
 
     def sizes(self) -> dict[str, int]:
         """The size of every file in bytes."""
@@ -100,11 +102,16 @@ def collect_upload(directory: Path, repo: str) -> Upload:
     notes.append(add_card(files, record, repo, directory))
     if isinstance(record, Record) and (record.generation or record.where):
         notes.append(f"{RECORD} and report.html quote the text that it was measured on")
-    content = files[CARD]
+    name, written = last_part(record.source.model), (*FILES_OF_COMPRESS, *WEIGHTS)
+    return Upload(dict(sorted(files.items())), left_out, notes, read_metadata(files[CARD]), name, RECORD, written)
+
+
+def read_metadata(content: Path | bytes) -> dict[str, Any]:
+    """The metadata of a card that is sent, as plain values."""
     text = content.decode() if isinstance(content, bytes) else read_card(content)
     data: Any = ModelCard(text).data
-    metadata = json.loads(json.dumps(data.to_dict(), default=str, skipkeys=True))  # YAML has dates, JSON has none
-    return Upload(dict(sorted(files.items())), left_out, notes, metadata, last_part(record.source.model))
+    metadata: dict[str, Any] = json.loads(json.dumps(data.to_dict(), default=str, skipkeys=True))  # JSON has no dates
+    return metadata
 
 
 def require_complete(directory: Path, record: Record | SavedRecord) -> set[str]:
@@ -237,10 +244,15 @@ def add_card(files: Files, record: Record | SavedRecord, repo: str, directory: P
         files[CARD] = card(record, picture=picture, repo=repo).encode()
         return f"{CARD} is sent with {repo} in its examples" if text else f"{CARD} was made anew: there was none"
     assert text is not None
+    refuse_problems(text, directory)
+    return f"{CARD} is sent as it is"
+
+
+def refuse_problems(text: str, directory: Path) -> None:
+    """Refuse a card that the Hub would reject."""
     problems = list_problems(text)
     if problems:
         raise InputError(f"the Hub would not take {CARD} of {directory}: {'; '.join(problems[:4])}; correct it first")
-    return f"{CARD} is sent as it is"
 
 
 def read_card(file: Path) -> str:

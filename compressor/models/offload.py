@@ -34,6 +34,10 @@ class DiskTensor:
     unit: Unit
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
 
+    def read(self) -> Tensor:
+        """The tensor as the model computes with it, on the CPU."""
+        return self.shard.read(self.name).to(self.placeholder.dtype)
+
     def set_parameter(self, parameter: nn.Parameter) -> None:
         for module, name in self.owners:
             module._parameters[name] = parameter
@@ -60,7 +64,7 @@ class Unit:
         if missing and not self.stays_in_memory:
             self.weights.drop_other_unit(self)
         for stored in missing:
-            tensor = stored.shard.read(stored.name).to(device=self.weights.device, dtype=stored.placeholder.dtype)
+            tensor = stored.read().to(self.weights.device)
             stored.set_parameter(nn.Parameter(tensor, requires_grad=stored.placeholder.requires_grad))
             self.loaded.append(stored)
 
@@ -133,6 +137,13 @@ def disk_weights_of(model: Any) -> DiskWeights | None:
     return weights if isinstance(weights, DiskWeights) else None
 
 
+def forget_disk_weights(model: Any) -> None:
+    """Let nothing be read from disk any more when the model runs; whoever calls this has put other tensors into it."""
+    for module in model.modules():
+        module.__dict__.pop(UNITS, None)
+    del model.__dict__[WEIGHTS]
+
+
 def is_as_stored(weights: DiskWeights, name: str, parameter: Tensor) -> bool:
     """Whether this parameter of the model is one that is on disk, and was not changed since it was read."""
     stored = weights.tensors.get(name)
@@ -164,8 +175,7 @@ def read_tensor(model: Any, name: str) -> Tensor:
     weights = disk_weights_of(model)
     if weights is None or tensor.device.type != "meta":
         return tensor.detach()
-    stored = weights.tensors[name]
-    return stored.shard.read(stored.name).to(stored.placeholder.dtype)
+    return weights.tensors[name].read()
 
 
 def return_freed_memory() -> None:

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from compressor.modeling_compressor import replacements
+from compressor.models.deferred import is_deferred, realize
 from compressor.models.offload import disk_weights_of, read_tensor
 from compressor.models.safetensors_files import write_shard
 from compressor.runtime.errors import InputError
@@ -36,7 +37,7 @@ def write_checkpoint(
     """
     directory = Path(directory)
     refuse_unsavable(model, directory)
-    on_disk = disk_weights_of(model) is not None
+    on_disk = disk_weights_of(model) is not None or is_deferred(model)
     weights = {} if on_disk else cast(model.state_dict(), dtype)
     config, generation_config = model.config, model.generation_config
     model.config = copy.deepcopy(config)  # save_pretrained writes into it
@@ -76,7 +77,8 @@ def write_weights_from_disk(model: Any, directory: Path, dtype: torch.dtype, max
         model_name = model_names[id(stored[name])]
         if model_name in guards:
             return torch.zeros(0, dtype=dtype)
-        return read_tensor(model, model_name).to(stored[name].dtype)
+        tensor: Tensor = realize(read_tensor(model, model_name))
+        return tensor.to(stored[name].dtype)
 
     split = split_torch_state_dict_into_shards(
         stored, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size

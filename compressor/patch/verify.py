@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.models.deferred import is_deferred
 from compressor.models.load import keep_weights_on_disk, load_config, load_weights, quiet
 from compressor.models.offload import device_of, disk_weights_of
 from compressor.models.source import stored_dtype
@@ -40,7 +41,7 @@ def verify_written(
     source's own). Where memory has no room for a second copy, the checkpoint is read and run a layer at a time.
     """
     name, by_layer = str(directory), not has_memory_for_copy(model)
-    if by_layer and disk_weights_of(model) is None:
+    if by_layer and disk_weights_of(model) is None and not is_deferred(model):
         progress.say("memory is short of a second copy: what was written is read again a layer at a time")
     try:
         with quiet():
@@ -94,7 +95,7 @@ def evaluation_mode(model: Any) -> Iterator[None]:
 def has_memory_for_copy(model: Any) -> bool:
     """Whether memory suffices for a second copy: on the CPU, where it is loaded, and on the model's GPU if any."""
     parameters = list(model.parameters())
-    if any(p.device.type == "meta" for p in parameters):
+    if is_deferred(model) or any(p.device.type == "meta" for p in parameters):
         return False
     needed: float = COPY_MEMORY_FACTOR * sum(p.numel() * p.element_size() for p in parameters)
     free = [available_memory()]

@@ -15,6 +15,7 @@ from compressor.evaluate.breakdown import LossBreakdown
 from compressor.evaluate.budget import Budget
 from compressor.evaluate.evaluator import Assessment, tokenizer_sha256
 from compressor.evaluate.perplexity import compare, compare_parts
+from compressor.export.gguf import DTYPES
 from compressor.export.origin import VERIFICATION_KEYS
 from compressor.export.upload import list_strings
 from compressor.models.load import load_model, quiet
@@ -86,9 +87,11 @@ def run(
         scores = {"export": scorer.in_onnxruntime(path, source, "export")}
     scores["source"] = scorer.in_transformers(source, "source")
     without_control = None
-    if export.to == "gguf":
+    if export.to == "gguf" and export.dtype not in DTYPES:
+        without_control = f"the source cannot be written as {export.dtype} here"
+    elif export.to == "gguf":
         try:
-            scores["control"] = scorer.source_in_llamacpp(source, tokenizer, export.dtype, f"source as {export.dtype}")
+            scores["control"] = scorer.as_gguf(source, tokenizer, export.dtype, f"source as {export.dtype}")
         except InputError as error:
             without_control = str(error)
     else:

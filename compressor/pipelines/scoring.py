@@ -21,7 +21,6 @@ from compressor.export.llama import convert_to_llama
 from compressor.export.onnx import FILE, open_session, session_logits
 from compressor.models.load import quiet
 from compressor.models.source import identify
-from compressor.patch.checkpoint import count_parameters
 from compressor.pipelines.describe import change_values, describe_split
 from compressor.pipelines.recipe import Recipe
 from compressor.report.export_check import Contrast
@@ -44,6 +43,7 @@ class Scores:
 
     nats: Tensor
     most_likely: Tensor
+    bytes: int | None = None  # of the GGUF file that was written to be measured
 
     @property
     def losses(self) -> Losses:
@@ -79,14 +79,14 @@ class Scorer:
             step, {"weights": hash_file(file)}, lambda: self.run_llamacpp(file, step), **llamacpp_version()
         )
 
-    def source_in_llamacpp(self, model: Any, tokenizer: Any, dtype: str, step: str) -> Scores:
-        """A model that is loaded, written as a GGUF file that is removed again."""
+    def as_gguf(self, model: Any, tokenizer: Any, dtype: str, step: str) -> Scores:
+        """A model that is loaded, compressed or not, written as a GGUF file that is removed again."""
 
         def measure() -> dict[str, Tensor]:
             with written_as_gguf(model, tokenizer, dtype, self.context) as file:
-                return self.run_llamacpp(file, step)
+                return {**self.run_llamacpp(file, step), "bytes": torch.tensor(file.stat().st_size)}
 
-        return self.keep(step, identify(model), measure, dtype=dtype, **llamacpp_version())
+        return self.keep(step, identify(model), measure, written_as=dtype, **llamacpp_version())
 
     def run_llamacpp(self, file: Path, step: str) -> dict[str, Tensor]:
         windows = self.split.windows
@@ -128,7 +128,8 @@ class Scorer:
         shape = {"seq_len": self.split.windows.shape[1], "batch": self.context.batch_size}
         key = cache_key("scores of tokens", identity, self.split.sha256, **shape, **more)
         found = self.context.cache.get(step, key, measure)
-        return Scores(found["nats"], found["most_likely"])
+        size = found.get("bytes")
+        return Scores(found["nats"], found["most_likely"], None if size is None else int(size))
 
 
 def llamacpp_version() -> dict[str, Any]:
@@ -146,16 +147,16 @@ def hash_file(file: Path) -> str:
 
 @contextmanager
 def written_as_gguf(model: Any, tokenizer: Any, dtype: str, context: RunContext) -> Iterator[Path]:
-    """A model that is not compressed as a GGUF file, as `compress export` would write it, while the context is open."""
+    """A model as a GGUF file, as `compress export` would write it but for its record, while the context is open."""
     llama = convert_to_llama(model, multiple=gguf.MULTIPLE, keep_original_widths=True)
     parent = Path(tempfile.gettempdir())
-    needed = 4 * count_parameters(model)
-    context.progress.say(require_disk("the source as GGUF", needed, parent, "set TMPDIR to another directory"))
+    needed = sum(each.bytes for each in gguf.list_stored(llama.model, dtype))
+    context.progress.note(require_disk(f"a file as {dtype}", needed, parent, "set TMPDIR to another directory"))
     remove_abandoned(parent, SCRATCH)
     with owned_directory(parent, SCRATCH) as folder:
-        file = folder / "source.gguf"
+        file = folder / "model.gguf"
         with quiet():
-            gguf.write_gguf(llama, tokenizer, file, dtype, "source")
+            gguf.write_gguf(llama, tokenizer, file, dtype, "model")
         yield file
 
 

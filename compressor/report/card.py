@@ -3,11 +3,12 @@ to know: what it is, what was measured, how to load it, what changed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import EvalResult, ModelCardData
 
 from compressor.report.card_metadata import clean_name, list_problems, list_scores, name_text, remove_markup, text_words
+from compressor.report.export_info import origin_lines, say_check, stored_lines
 from compressor.report.export_record import ExportRecord
 from compressor.report.fidelity import format_nats
 from compressor.report.formats import (
@@ -63,20 +64,38 @@ def card(record: Record | SavedRecord, *, picture: bool = False, repo: str | Non
     return with_metadata("\n".join(sections), card_metadata(record))
 
 
-def export_card(export: ExportRecord, record: Record | SavedRecord | None) -> str:
-    """The card of an exported directory; `record` is of the compressed checkpoint, where it has one."""
+def export_card(
+    export: ExportRecord, record: Record | SavedRecord | None, *, repo: str | None = None, file: str | None = None
+) -> str:
+    """The card of an export; `record` is of the compressed checkpoint, where it is at hand.
+
+    `repo` is the repository that the examples load from, `file` the name of a GGUF file.
+    """
     sizes = export.parameters
-    name = title(record.source) if record else "A compressed model"
-    data = card_metadata(record) if record else ModelCardData(pipeline_tag="text-generation", tags=TAGS)
-    data["library_name"] = "onnx" if export.to == "onnx" else "transformers"
+    origin = export.origin.source if export.origin else None
+    source = record.source if record else origin
+    name = title(source) if source else "A compressed model"
+    if record or source is None:
+        data = card_metadata(record) if record else ModelCardData(pipeline_tag="text-generation", tags=TAGS)
+    else:
+        data = source_metadata(source)
+    data["library_name"] = {"onnx": "onnx", "gguf": "gguf"}.get(export.to, "transformers")
+    off = export.checked.logits_off
+    agreement = f"logits differ by {num(off, form='.1g')} of the largest, in float32" if off is not None else ""
+    running = RUNNING[export.to].replace("FILE", file or "model.gguf")
+    if repo is not None and export.to != "onnx":  # a graph is opened as a local file
+        running = running.replace("DIRECTORY", repo)
     sections = [
         f"# {escape(name)}, compressed, as {EXPORT_FORMS[export.to]}\n",
         f"Written by `compress export --to {export.to}` (compressor {escape(export.tool.version)}) from a "
-        f"checkpoint some of whose blocks were replaced in closed form. It computes the same: logits differ by "
-        f"{num(present(export.checked.logits_off), form='.1g')} of the largest, in float32. Parameters: "
+        f"checkpoint some of whose blocks were replaced in closed form. "
+        f"{f'It computes the same: {agreement}. ' if agreement else ''}Parameters: "
         f"source {sizes.source:,}, compressed {sizes.compressed:,}, in this form {sizes.exported:,}.\n",
-        f"## Run\n\n{RUNNING[export.to]}",
+        f"## Run\n\n{running}",
     ]
+    if not record:
+        about = [*origin_lines(export), *stored_lines(export), *export.notes, say_check(export.checked)]
+        sections.append("\n".join(["## What it is\n", *(f"- {escape(line)}" for line in about)]) + "\n")
     if record:
         sections += [*measured_section(record), EXPORT_NOTE, limits_section(record)]
     return with_metadata("\n".join(sections), data)
@@ -92,16 +111,19 @@ def with_metadata(text: str, data: ModelCardData) -> str:
 
 
 def card_metadata(record: Record | SavedRecord) -> ModelCardData:
-    source = record.source
+    return source_metadata(record.source, list_scores(record))
+
+
+def source_metadata(source: Source, scores: Sequence[EvalResult] = ()) -> ModelCardData:
+    """What the card says of the source, and what was measured."""
     base = base_of(source)
-    scores = list_scores(record)
     data = ModelCardData(
         base_model=base,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=[*TAGS, *([source.model_type] if is_repo_id(source.model_type) else [])],
         model_name=remove_markup(f"{title(source)}-compressed") if scores else None,
-        eval_results=scores or None,
+        eval_results=list(scores) or None,
         **carry_over(source.card),
     )
     if base:
@@ -385,11 +407,25 @@ compress export DIR --to hf-dense --out DENSE_DIR
 
 `--to onnx` and, for Llama-type models, `--to gguf` write it for others.
 """
-EXPORT_FORMS = {"hf-dense": "a stock checkpoint", "onnx": "an ONNX graph", "vllm": "a checkpoint for vLLM"}
+EXPORT_FORMS = {
+    "gguf": "a GGUF file",
+    "hf-dense": "a stock checkpoint",
+    "onnx": "an ONNX graph",
+    "vllm": "a checkpoint for vLLM",
+}
 EXPORT_NOTE = (
     "This table is of the compressed checkpoint; in this form the outputs are the same, size and speed are not.\n"
 )
 RUNNING = {
+    "gguf": """llama.cpp, which knows its architecture, `deci`, by itself:
+
+```
+llama-cli --hf-repo DIRECTORY --hf-file FILE
+llama-cli -m FILE
+```
+
+The file carries its record: `compress info FILE` shows it, `compress check FILE` measures it against its source.
+""",
     "hf-dense": """Stock transformers, no code beside the weights:
 
 ```python

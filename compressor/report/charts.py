@@ -47,6 +47,7 @@ from compressor.report.formats import (
     percent,
     say_documents,
 )
+from compressor.report.frontier_record import SizeFrontier
 from compressor.report.linearity_charts import (
     BLOCKS,
     FEW,
@@ -71,6 +72,7 @@ from compressor.report.record_parts import ATTENTION, FFN, Band, Block, Perplexi
 from compressor.report.search_parts import FrontierPoint
 from compressor.runtime.figures import count
 from compressor.runtime.names import NO_LIMIT
+from compressor.runtime.resources import format_bytes
 
 
 def blocks(record: Record) -> Chart | None:
@@ -355,6 +357,37 @@ def frontier(points: Sequence[FrontierPoint], name: str, model: str, seq_len: in
 def draw_frontier(points: Sequence[FrontierPoint], out: Path, model: str, seq_len: int) -> list[str]:
     """The frontier of a plan, next to the plan's file. Returns the paths of the files."""
     return write(frontier(points, out.stem, model, seq_len), out.with_suffix(""))
+
+
+def size_chart(record: SizeFrontier) -> Chart:
+    """Size against perplexity of the source and the models made of it, each in several precisions, and their hull."""
+    names = list(dict.fromkeys(file.model for file in sorted(record.files, key=lambda file: file.compressed)))
+    rows = []
+    for file in record.files:
+        low, high = (file.change.baseline + end for end in file.change.delta_ci95)
+        words = f"{format_bytes(file.bytes)}, perplexity {num(file.change.compressed)}"
+        note = f"{file.name}\n{words}\nagainst source {record.reference}: {interval(file.change.delta_ci95)}"
+        row: Row = {"x": file.bytes / 1e6, "y": file.change.compressed, "low": low, "high": high, "hull": file.on_hull}
+        rows.append({**row, "series": file.model, "label": file.dtype, "note": note})
+    drawn = clean_rows(rows, "x", "y")
+    x = alt.X("x:Q", title="size, MB", scale=alt.Scale(zero=False))
+    y = alt.Y("y:Q", title="perplexity", scale=alt.Scale(zero=False))
+    colour, base = by_name("series", names), alt.Chart()
+    layers = [
+        base.mark_line(strokeWidth=1.2, color=DIM, strokeDash=[5, 3]).transform_filter("datum.hull").encode(x, y),
+        base.mark_rule(opacity=0.5).encode(x, alt.Y("low:Q"), alt.Y2("high:Q"), colour),
+        base.mark_point(size=50, opacity=1).encode(x, y, colour),
+        base.mark_text(align="left", dx=7, dy=8).encode(x, y, text="label:N"),
+        marks(x=x, y=y),
+    ]
+    split = record.text.verification
+    caption = (
+        f"GGUF files in llama.cpp, {count(split.tokens, 'token')}, windows of {record.text.seq_len}. Bars: the 95 % "
+        f"interval of the change from the source as {record.reference}. Dashed: the lower hull of all files."
+    )
+    return finish(
+        "sizes", last_part(record.source.model), caption, "perplexity against size", overlay(drawn, 320, *layers)
+    )
 
 
 PROFILE: tuple[Callable[[Record], Chart | None], ...] = (

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from compressor.report.export_record import ExportRecord, RuntimeCheck
+from compressor.report.export_record import VECTORS, ExportRecord, RuntimeCheck
 from compressor.report.formats import as_float, block_numbers
 from compressor.report.record_parts import present
-from compressor.runtime.figures import signed
+from compressor.runtime.figures import count, signed
 from compressor.runtime.resources import format_bytes
 
 FORMS = {
@@ -35,10 +35,21 @@ def export_info_lines(record: ExportRecord) -> list[str]:
         *([f"context {record.context:,} tokens"] if record.context else []),
         *([f"the source looks back {record.window:,} tokens; the context is cut to that"] if record.window else []),
         *([f"for {record.use}"] if record.use else []),
+        *stored_lines(record),
         *(f"note: {note}" for note in record.notes),
         say_check(record.checked),
     ]
     return lines
+
+
+def stored_lines(record: ExportRecord) -> list[str]:
+    """Which matrices of a GGUF file are not of its own type, and why. That vectors are float32 is not said."""
+    others = [
+        f"{count(group.tensors, 'tensor')} as {group.type} ({count(group.parameters, 'parameter')}): {group.why}"
+        for group in record.stored
+        if group.why is not None and group.why != VECTORS
+    ]
+    return [f"not stored as {record.dtype}: {'; '.join(others)}"] if others else []
 
 
 def origin_lines(record: ExportRecord) -> list[str]:

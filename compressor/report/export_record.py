@@ -10,6 +10,8 @@ from compressor.report.export_origin import ExportOrigin
 from compressor.report.record import Versioned
 from compressor.report.record_parts import Count, Part
 
+VECTORS = "vectors"  # why a tensor is float32 in a file of another type
+
 
 class ExportSizes(Part):
     """Parameters of the source, of the compressed model, and of the form that was written."""
@@ -31,6 +33,16 @@ class RuntimeCheck(Part):
     greedy: Count | None = None
 
 
+class StoredTensors(Part):
+    """The tensors of a GGUF file that are stored as one type; `why` says it where that is not the file's own."""
+
+    type: str
+    why: str | None = None
+    tensors: Count
+    parameters: Count
+    bytes: Count
+
+
 class ExportRecord(Versioned):
     """A compressed model that was written for another runtime."""
 
@@ -48,6 +60,7 @@ class ExportRecord(Versioned):
     heads: list[Count] = Field(default_factory=list)  # query heads of every layer, where attention was compressed
     key_value_heads: list[Count] = Field(default_factory=list)  # 0: one matrix or, without query heads, no attention
     notes: list[str] = Field(default_factory=list)
+    stored: list[StoredTensors] = Field(default_factory=list)  # of gguf
     padding_cost: float | None = None  # of one width for all blocks, as a part of the saving
     window: Count | None = None
     context: Count | None = None

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from compressor.report.export_info import stored_lines
 from compressor.report.export_record import ExportRecord, PushRecord
 from compressor.report.fidelity import Fidelity, format_ends, format_nats, format_share, format_shares
 from compressor.report.formats import (
@@ -429,6 +430,7 @@ def export_lines(record: ExportRecord) -> list[str]:
         lines.append(
             f"checked in {check.runtime}: logits off by {num(present(check.logits_off), form='.1g')} of the largest"
         )
+    lines += stored_lines(record)
     if record.use is not None:
         lines.append(f"for {record.use}")
     if record.context is not None:

@@ -30,6 +30,7 @@ LOAD, WRITE = "load", "write"  # steps of a command that have no bar
 RECORD = "compression.json"
 PROFILE = "profile.json"
 EXPORT = "export.json"
+FRONTIER = "frontier.json"
 
 
 def split_name(word: str) -> tuple[str | None, str]:

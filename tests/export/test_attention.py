@@ -13,7 +13,7 @@ import transformers
 from attended import EVERY_KIND, FFNS, Kept, compressed_attention
 from conftest import Compress, Refused
 from huggingface_hub import ModelCard
-from runtimes import check_in_llamacpp, expected_log_probabilities, read_as_vllm, read_gguf
+from runtimes import OFF, check_in_llamacpp, expected_log_probabilities, read_as_vllm, read_gguf
 from torch import nn
 from zoo import FAMILIES, LLAMA_TYPED, VOCAB, logits, tiny_model, tiny_tokenizer, write
 
@@ -117,7 +117,7 @@ def test_the_command_writes_every_dtype(compress: Compress, dtype: str, tmp_path
     report = json.loads(done.out)
     assert report["heads"] == [2, 4, 0, 4, 0, 2]
     assert report["key_value_heads"] == [1, 0, 0, 0, 0, 1]
-    assert report["checked"]["log_probability_off"] < {"f32": 1e-5, "f16": 1e-2, "bf16": 0.1, "q8_0": 0.3}[dtype]
+    assert report["checked"]["log_probability_off"] < OFF[dtype]
     assert report["checked"]["greedy_equal"] == report["checked"]["greedy"] or dtype != "f32"
 
 

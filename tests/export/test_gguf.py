@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from conftest import Compress, Refused
-from runtimes import check_in_llamacpp, read_gguf
+from runtimes import OFF, check_in_llamacpp, read_gguf
 from zoo import (
     CHAT_TEMPLATE,
     LINEAR_SHAPES,
@@ -21,7 +22,7 @@ from zoo import (
     tiny_tokenizer,
 )
 
-from compressor.export.gguf import DTYPES, MULTIPLE, write_gguf
+from compressor.export.gguf import DTYPES, MULTIPLE, list_stored, write_gguf
 from compressor.export.llama import convert_to_llama
 from compressor.export.llamacpp import Runner
 from compressor.plan.shapes import Shape
@@ -65,14 +66,60 @@ def test_the_weights_are_what_was_asked_for(compress: Compress, dtype: str, tmp_
     assert done.code == 0, done.err
     tensors = {tensor.name: tensor for tensor in read_gguf(file).tensors}
     kinds = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
-    assert {kind for name, kind in kinds.items() if tensors[name].shape.size == 2} == {dtype.upper()}
+    matrices = {name: kind for name, kind in kinds.items() if tensors[name].shape.size == 2}
+    head = matrices.pop("output.weight")
+    assert head == ("Q8_0" if dtype.startswith(("q4", "q5")) else dtype.upper())
+    assert set(matrices.values()) == {dtype.upper()}
     assert {kind for name, kind in kinds.items() if tensors[name].shape.size == 1} == {"F32"}
     report = json.loads(done.out)
     assert report["parameters"]["exported"] == sum(tensor.n_elements for tensor in tensors.values()) + zero_biases(
         model
     )
-    assert report["checked"]["log_probability_off"] < {"f32": 1e-5, "f16": 1e-2, "bf16": 0.1, "q8_0": 0.3}[dtype]
+    assert report["checked"]["log_probability_off"] < OFF[dtype]
     assert file.stat().st_size == report["bytes"]
+    stored = report["stored"]
+    assert sum(group["bytes"] for group in stored) == sum(int(tensor.n_bytes) for tensor in tensors.values())
+    assert sum(group["tensors"] for group in stored) == len(tensors)
+    assert ("the matrix that gives the logits" in {group.get("why") for group in stored}) == (
+        head == "Q8_0" != dtype.upper()
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "head"), [("qwen2", "output.weight"), ("llama", "token_embd.weight")], ids=["untied", "tied"]
+)
+def test_fewer_bits_are_further_from_the_weights(family: str, head: str, tmp_path: Path) -> None:
+    """Read by the gguf package. The matrix that gives the logits keeps eight bits, tied or not."""
+    llama = convert_to_llama(compressed(family), multiple=MULTIPLE, keep_original_widths=True)
+    errors: dict[str, float] = {}
+    for dtype in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0"):
+        file = tmp_path / f"{dtype}.gguf"
+        write_gguf(llama, tiny_tokenizer(), file, dtype, "t")
+        found = {tensor.name: tensor for tensor in read_gguf(file).tensors}
+        assert found[head].tensor_type.name == "Q8_0"
+        wanted = {each.name: each.tensor.numpy() for each in list_stored(llama.model, dtype)}
+        off = [
+            np.square(gguf.quants.dequantize(tensor.data, tensor.tensor_type) - wanted[name]).mean()
+            for name, tensor in found.items()
+            if len(tensor.shape) == 2 and name != head
+        ]
+        errors[dtype] = float(np.mean(off))
+    fives, fours = ([errors[f"q{bits}_{kind}"] for kind in (0, 1)] for bits in (5, 4))
+    assert 0 < 16 * errors["q8_0"] < min(fives)
+    assert 2 * max(fives) < min(fours)
+
+
+def test_rows_that_cannot_be_divided_stay_float16_and_that_is_said(compress: Compress, tmp_path: Path) -> None:
+    """A block that was not replaced keeps its width, here 48: the rows of its last matrix are no groups of 32."""
+    save_compressed(tmp_path / "small", "llama-plain", {1: KINDS["hybrid"]})
+    file = tmp_path / "model.gguf"
+    done = compress("export", tmp_path / "small", "--to", "gguf", "--out", file, "--dtype", "q4_0")
+    assert done.code == 0, done.err
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in read_gguf(file).tensors}
+    assert [kinds[f"blk.{number}.ffn_down.weight"] for number in range(3)] == ["F16", "Q4_0", "F16"]
+    words = f"2 tensors as f16 ({2 * 48 * 32:,} parameters): rows that 32 does not divide"
+    assert words in done.out
+    assert words in compress("info", file).out
 
 
 def zero_biases(model: Any) -> int:

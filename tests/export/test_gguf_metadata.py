@@ -9,7 +9,7 @@ import pytest
 from runtimes import read_gguf
 from zoo import compressed, tiny_tokenizer
 
-from compressor.export.gguf import MULTIPLE, write_gguf
+from compressor.export.gguf import DTYPES, MULTIPLE, write_gguf
 from compressor.export.gguf_metadata import read_header, replace_string
 from compressor.export.llama import convert_to_llama
 from compressor.runtime.errors import InputError
@@ -17,7 +17,7 @@ from compressor.runtime.errors import InputError
 KEY = "compressor.record"
 
 
-@pytest.fixture(scope="module", params=["f32", "q8_0"])
+@pytest.fixture(scope="module", params=DTYPES)
 def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     llama = convert_to_llama(compressed("llama"), multiple=MULTIPLE, keep_original_widths=True)

@@ -487,3 +487,125 @@ def test_the_real_client(compress: Compress, compressed: Path, monkeypatch: pyte
     assert TOKEN not in first.out + first.err
     assert again.code == 2
     assert "exists and is public" in again.errors[0]
+
+
+@pytest.fixture(scope="module")
+def exports(compress: Compress, deployed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Exports of a compressed Llama in every form; no test may change them."""
+    folder = tmp_path_factory.mktemp("exports") / "all"
+    shutil.copytree(deployed, folder)
+    for form in ("hf-dense", "vllm"):
+        done = compress("export", folder / "small", "--to", form, "--out", folder / form, "--force")
+        assert done.code == 0, done.err
+    return folder
+
+
+def test_a_gguf_file_is_sent_with_a_card_and_its_record(
+    compress: Compress, exports: Path, hub: Hub, tmp_path: Path
+) -> None:
+    done = compress("push", exports / "q8_0.gguf", "me/small-gguf")
+    assert done.code == 0, done.err
+    assert set(hub.sent) == {"q8_0.gguf", "README.md", "export.json"}
+    assert hub.sent["q8_0.gguf"] == (exports / "q8_0.gguf").read_bytes()
+    text = hub.sent["README.md"].decode()
+    assert list_problems(text) == []
+    assert "llama-cli --hf-repo me/small-gguf --hf-file q8_0.gguf" in text
+    assert "the checkpoint's perplexity, as recorded" in text
+    assert ModelCard(text).data.library_name == "gguf"
+    record = json.loads(hub.sent["export.json"])
+    printed = json.loads((exports / "q8_0.gguf.json").read_text())
+    assert record == {key: value for key, value in printed.items() if key not in ("out", "bytes", "seconds")}
+    for content in (hub.sent["README.md"], hub.sent["export.json"]):
+        assert str(exports.parent.parent).encode() not in content
+    for name, content in hub.sent.items():
+        (tmp_path / name).write_bytes(content)
+    assert compress("info", tmp_path / "q8_0.gguf").code == 0
+
+
+@pytest.mark.parametrize("form", ["hf-dense", "vllm", "graph"])
+def test_an_exported_directory_is_sent_whole(compress: Compress, exports: Path, hub: Hub, form: str) -> None:
+    before = tree(exports / form)
+    done = compress("push", exports / form, "me/small", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["left_out"] == {}
+    assert set(hub.sent) == {name for name, content in before.items() if content is not None}
+    assert all(hub.sent[name] == content for name, content in before.items() if content and name != "README.md")
+    text = hub.sent["README.md"].decode()
+    named = {"hf-dense": 'from_pretrained("me/small")', "vllm": "vllm serve me/small --trust", "graph": '"DIRECTORY/'}
+    assert named[form] in text
+    assert ("DIRECTORY" in text) == (form == "graph")
+    assert list_problems(text) == []
+    assert tree(exports / form) == before
+
+
+def test_a_dry_run_of_an_export_asks_nobody(compress: Compress, exports: Path, hub: Hub) -> None:
+    for name, files in (("q8_0.gguf", {"q8_0.gguf", "README.md", "export.json"}), ("graph", {"model.onnx"})):
+        done = compress("push", exports / name, "me/small", "--dry-run")
+        assert done.code == 0, done.err
+        assert "nothing was sent: --dry-run" in done.out
+        assert all(file in done.out for file in files)
+    assert hub.calls == []
+
+
+def test_precisions_of_one_model_share_a_repository(compress: Compress, exports: Path, hub: Hub) -> None:
+    hub.repos = {"me/gguf": {"main": [".gitattributes", "README.md", "export.json", "f32.gguf", "config.json"]}}
+    assert compress("push", exports / "q8_0.gguf", "me/gguf").code == 0
+    assert hub.removed == []
+
+
+def test_an_exported_directory_takes_the_place_of_an_earlier(compress: Compress, exports: Path, hub: Hub) -> None:
+    hub.repos = {"me/dense": {"main": ["export.json", "model-00001-of-00002.safetensors", "model.onnx", "NOTES.md"]}}
+    assert compress("push", exports / "hf-dense", "me/dense").code == 0
+    assert hub.removed == ["model-00001-of-00002.safetensors", "model.onnx"]
+
+
+def test_a_checkpoint_is_not_replaced_by_its_export(
+    refused: Refused, compress: Compress, exports: Path, hub: Hub
+) -> None:
+    hub.repos = {"me/small": {"main": ["compression.json", "model.safetensors"]}}
+    for name in ("q8_0.gguf", "hf-dense"):
+        assert "no export.json, so it holds something else" in refused("push", exports / name, "me/small")
+    hub.repos = {"me/small": {"main": ["export.json", "small.gguf"]}}
+    assert "no compression.json, so it holds something else" in refused("push", exports / "small", "me/small")
+    assert "create_commit" not in hub.calls
+
+
+def test_only_what_an_export_has(compress: Compress, exports: Path, hub: Hub, tmp_path: Path) -> None:
+    dense = Path(shutil.copytree(exports / "hf-dense", tmp_path / "dense"))
+    (dense / ".env").write_text("SECRET")
+    (dense / "model.onnx").write_text("SECRET")
+    (dense / "LICENSE").write_text("mine")
+    (dense / "README.md").unlink()
+    done = compress("push", dense, "me/small", "--json")
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    assert set(report["left_out"]) == {".env", "model.onnx"}
+    assert report["notes"] == ["README.md was made anew: there was none"]
+    assert b"SECRET" not in b"".join(hub.sent.values())
+    assert hub.sent["LICENSE"] == b"mine"
+    assert list_problems(hub.sent["README.md"].decode()) == []
+
+
+def test_what_is_no_export_is_refused(refused: Refused, exports: Path, hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert "is not a GGUF file" in refused("push", tmp_path / "notes.txt", "me/x")
+    assert "does not exist" in refused("push", tmp_path / "nothing.gguf", "me/x")
+    content = (exports / "q8_0.gguf").read_bytes()
+    (tmp_path / "half.gguf").write_bytes(content[: len(content) // 2])
+    assert "is damaged" in refused("push", tmp_path / "half.gguf", "me/x")
+    (tmp_path / "model.bin").write_bytes(content)
+    assert "does not end in .gguf" in refused("push", tmp_path / "model.bin", "me/x")
+    (tmp_path / "link.gguf").symlink_to(exports / "q8_0.gguf")
+    assert "is a symbolic link" in refused("push", tmp_path / "link.gguf", "me/x")
+    broken = Path(shutil.copytree(exports / "hf-dense", tmp_path / "broken"))
+    (broken / "model.safetensors").unlink()
+    assert "model.safetensors" in refused("push", broken, "me/x")
+    zoo.save_tiny("gpt2", tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "model.safetensors", broken)
+    assert "they do not belong together" in refused("push", broken, "me/x")
+    graph = Path(shutil.copytree(exports / "graph", tmp_path / "graph"))
+    (graph / "model.onnx").write_bytes(b"\0" * (2**20 - 7) + b"model.onnx.data")
+    assert "lacks model.onnx.data" in refused("push", graph, "me/x")
+    (graph / "model.onnx").unlink()
+    assert "lacks model.onnx" in refused("push", graph, "me/x")
+    assert hub.calls == []

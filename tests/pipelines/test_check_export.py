@@ -102,6 +102,20 @@ def test_a_file_that_computes_something_else_fails(compress: Compress, folder: P
     assert done.code == 1, (done.out, done.err)
 
 
+def test_a_file_that_was_quantised_afterwards(compress: Compress, folder: Path, tmp_path: Path) -> None:
+    """As llama-quantize leaves it: the record of the file that it was made of, and another type of file."""
+    shutil.copy(folder / "q8_0.gguf", tmp_path / "small.gguf")
+    reader = gguf.GGUFReader(tmp_path / "small.gguf", "r+")
+    field = reader.fields["general.file_type"]
+    field.parts[field.data[0]][0] = gguf.LlamaFileType.MOSTLY_Q4_K_M
+    del reader
+    assert "was exported as q8_0 and made q4_k_m afterwards" in compress("info", tmp_path / "small.gguf").out
+    report = checked(compress("check", tmp_path / "small.gguf", "--checkpoint", folder / "small", "--json"))
+    assert report["export"]["dtype"] == "q4_k_m"
+    assert report["export"]["without_control"] == "the source cannot be written as q4_k_m here"
+    assert set(contrasts(report)) == {"export", "checkpoint", "conversion"}
+
+
 def test_in_words(compress: Compress, folder: Path) -> None:
     done = compress("check", folder / "q8_0.gguf", "--checkpoint", folder / "small")
     for words in (
