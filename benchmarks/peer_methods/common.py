@@ -143,5 +143,3 @@ def keep_neurons(model: nn.Module, block: Block, kept: Tensor, outputs: Tensor) 
         weight, bias = weight_and_bias(model, up)
         rows = torch.cat([kept + start for start in range(0, len(weight), neurons)])  # gate and up may be one
         model.set_submodule(up, as_linear(weight[rows], None if bias is None else bias[rows]))
-
-

@@ -120,7 +120,7 @@ def neurons_only(subject: Subject, parameters: int, *, logarithmic: bool) -> Any
 
 def neurons_and_heads(subject: Subject, parameters: int) -> Any:
     """The same share of the attention and of the FFN parameters. Units go where they cost least of their attention's
-    output, in whichever layers; every layer keeps one. A model of few units rounds to whole ones, neurons make it up."""
+    output, in whichever layers; every layer keeps one. Neurons make up for what whole units miss."""
     blocks, moments = subject.blocks, measure_moments(subject)
     _, units = attention_of(subject)
     offers = []  # (dearest share of the output up to here, its size, layer)

@@ -117,9 +117,7 @@ def by_layers(drop: Callable[[Any, list[Block], Tensor, int], Any]) -> Method:
 
     def remove(subject: Subject, parameters: int) -> Any:
         blocks = subject.blocks
-        sizes = [
-            sum(p.numel() for p in subject.model.get_submodule(block.layer_path).parameters()) for block in blocks
-        ]
+        sizes = [sum(p.numel() for p in subject.model.get_submodule(block.layer_path).parameters()) for block in blocks]
         return drop(subject.model, blocks, subject.windows, math.ceil(parameters / min(sizes)))
 
     return remove

@@ -22,7 +22,7 @@ def svd(subject: Subject, parameters: int) -> Any:
     inputs: dict[str, tuple[int, str, str]] = {}  # by linear: the layer, branch and name of what enters it
     for block in subject.blocks:
         ups, down = ffn_linears(model, block)
-        inputs |= {up: (block.layer, "ffn", "x") for up in ups} | {down: (block.layer, "ffn", "a")}
+        inputs |= dict.fromkeys(ups, (block.layer, "ffn", "x")) | {down: (block.layer, "ffn", "a")}
         for path in linears_in(model, attention[block.layer].path) if attention else ():
             last = path.endswith(f".{layout_of(model).output}")
             inputs[path] = (block.layer, "attention", "c" if last else "x")

@@ -72,7 +72,9 @@ def nbl(subject: Subject, parameters: int) -> Any:
     saved = min(block.parameters for block in attention.values()) - width * (width + 1)
     count = math.ceil(parameters / saved) if saved > 0 else len(attention) + 1
     if count > len(attention):
-        raise Inapplicable(f"the attention of all {len(attention)} layers as linear maps frees {saved * len(attention):,}")
+        raise Inapplicable(
+            f"the attention of all {len(attention)} layers as linear maps frees {saved * len(attention):,}"
+        )
     bounds = {layer: cca_bound(covariances(moments[layer], units[layer])) for layer in attention}
     changed = copy.deepcopy(subject.model)
     for layer in sorted(bounds, key=lambda layer: bounds[layer])[:count]:

@@ -94,7 +94,7 @@ class UnitAttention(nn.Module):
         self.output = as_linear(weights.outer, weights.output_bias)
 
     def split(self, hidden_states: Tensor, position_embeddings: Any = None) -> tuple[Tensor, Tensor]:
-        """Queries [batch, units, heads of a unit, tokens, size] and keys, with one head a unit, as they are compared."""
+        """Queries [batch, units, heads of a unit, tokens, size] and keys, one head a unit, as they are compared."""
         queries = self.queries(hidden_states).unflatten(-1, (self.units, self.heads, -1)).permute(0, 2, 3, 1, 4)
         keys = self.keys(hidden_states).unflatten(-1, (self.units, 1, -1)).permute(0, 2, 3, 1, 4)
         if self.rotary:
@@ -127,7 +127,7 @@ def turn(rows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def read_units(model: Any, blocks: list[Block]) -> dict[int, UnitWeights]:
-    """The units of the attention of every layer, by layer. Each is tried: it must compute what the stock module does."""
+    """The units of the attention of every layer, by layer. Each is tried: it computes what the stock module does."""
     calls = record_attention(model, blocks)
     return {block.layer: units_of(model, block, calls.get(block.layer)) for block in blocks}
 
