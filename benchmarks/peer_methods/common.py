@@ -75,7 +75,8 @@ def as_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def ridged(gram: Tensor, ridge: float = RIDGE) -> Tensor:
-    return gram + ridge * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    size = ridge * gram.diagonal().mean().clamp_min(1e-30)  # a layer may put out nothing
+    return gram + size * torch.eye(len(gram), dtype=gram.dtype)
 
 
 @torch.no_grad()

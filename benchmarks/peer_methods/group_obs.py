@@ -42,7 +42,7 @@ class Elimination:
 
     def __init__(self, gram: Tensor, weight: Tensor, groups: Tensor, damping: float = DAMPING) -> None:
         self.inverse = torch.linalg.inv(ridged(gram.double(), damping))
-        self.weight, self.groups = weight.double(), groups
+        self.weight, self.groups = weight.to(torch.float64, copy=True), groups
         self.alive = torch.ones(len(groups), dtype=torch.bool)
 
     def costs(self) -> Tensor:
