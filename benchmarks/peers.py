@@ -24,7 +24,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ from compressor.patch.checkpoint import count_parameters
 from compressor.runtime.context import RunContext
 from compressor.text.windows import bos_prefix
 
-FRACTIONS = (0.025, 0.05, 0.1, 0.2)
+HEALED = "ours-healed"  # the one method that trains
 
 
 def make_methods(cache: Path | None, heal_tokens: int) -> dict[str, Method]:
@@ -68,7 +68,7 @@ def make_methods(cache: Path | None, heal_tokens: int) -> dict[str, Method]:
         "modegpt": modegpt,
         "ours-ffn": Ours(("ffn",), cache),
         "ours": Ours(BRANCHES, cache),
-        **({"ours-healed": Ours(BRANCHES, cache, heal_tokens)} if heal_tokens else {}),
+        **({HEALED: Ours(BRANCHES, cache, heal_tokens)} if heal_tokens else {}),
     }
 
 
@@ -140,9 +140,10 @@ class Points:
         self.baseline: dict[str, float] = stored.get("baseline", {})
         self.points = [Point(**point) for point in stored.get("points", [])]
 
-    def find(self, method: str, fraction: float) -> Point | None:
-        """The point of a method, unless it could not be measured: then it is tried again."""
-        found = (p for p in self.points if (p.method, p.fraction) == (method, fraction) and p.perplexities)
+    def find(self, method: str, fraction: float, trained: int) -> Point | None:
+        """The point of a method, trained on so many tokens. One that could not be measured is tried again."""
+        asked = (method, fraction, trained)
+        found = (p for p in self.points if (p.method, p.fraction, p.trained) == asked and p.perplexities)
         return next(found, None)
 
     def keep(self, point: Point) -> None:
@@ -215,7 +216,7 @@ def main() -> None:
     texts, fractions = parse_texts(args.text), parse_fractions(args.fractions)
     known = make_methods(args.cache, args.heal_tokens)
     names = list(known) if args.methods == "all" else args.methods.split(",")
-    if "ours-healed" in names and not args.heal_tokens:
+    if HEALED in names and not args.heal_tokens:
         raise SystemExit("error: ours-healed needs --heal-tokens, such as --heal-tokens 200k")
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"error: unknown methods {', '.join(unknown)}; use {', '.join(known)}")
@@ -244,9 +245,10 @@ def main() -> None:
     shared = args.out / "moments" / settings["sha256"][:16]
     subject = Subject(model, calibration, healing, shared)
     for name in names:
+        trained = args.heal_tokens if name == HEALED else 0
         for fraction in fractions:
-            if points.find(name, fraction) is None:
-                point = measure_point(name, known[name], subject, fraction, held_out)
+            if points.find(name, fraction, trained) is None:
+                point = replace(measure_point(name, known[name], subject, fraction, held_out), trained=trained)
                 points.keep(point)
                 print(point.describe(points.baseline), flush=True)
     everything = make_methods(None, 1)

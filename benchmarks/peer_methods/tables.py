@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 OURS = ("ours-ffn", "ours", "ours-healed")
-TRAINED = ("ours-healed",)
 PLOT_TOP = 0.6  # nats per token
 Curve = list[tuple[float, float]]  # (removed fraction, cost), ascending, from the origin on
 
@@ -26,6 +25,11 @@ class Point:
     perplexities: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     reason: str = ""
+    trained: int = 0  # tokens that it was trained on
+
+    @property
+    def label(self) -> str:
+        return f"{self.method} (trained)" if self.trained else self.method
 
     def deltas(self, baseline: Mapping[str, float]) -> dict[str, float]:
         return {name: perplexity - baseline[name] for name, perplexity in self.perplexities.items()}
@@ -78,14 +82,13 @@ def table_of_points(baseline: Mapping[str, float], points: Sequence[Point]) -> I
     yield "|---|---|---|" + "---|" * (len(baseline) + 4)
     for fraction in sorted({point.fraction for point in points}):
         for point in (point for point in points if point.fraction == fraction):
-            name = f"{point.method} (trained)" if point.method in TRAINED else point.method
             if not point.perplexities:
-                yield f"| {fraction:.1%} | {name} | {'– | ' * (len(baseline) + 4)}{point.reason} |"
+                yield f"| {fraction:.1%} | {point.label} | {'– | ' * (len(baseline) + 4)}{point.reason} |"
                 continue
             deltas = point.deltas(baseline)
             cells = [f"{delta:+.3f}" for delta in (*deltas.values(), sum(deltas.values()) / len(deltas))]
             cells += [f"{point.mean(baseline):+.4f}", f"{point.worst(baseline):+.4f}", f"{point.seconds:.0f}"]
-            yield f"| {fraction:.1%} | {name} | {point.removed:.2%} | {' | '.join(cells)} |"
+            yield f"| {fraction:.1%} | {point.label} | {point.removed:.2%} | {' | '.join(cells)} |"
 
 
 def table_of_ratios(baseline: Mapping[str, float], points: Sequence[Point]) -> Iterator[str]:
@@ -133,8 +136,9 @@ def draw(baseline: Mapping[str, float], points: Sequence[Point], out: Path) -> N
         if name in OURS:
             style = {"linewidth": 3.2 if name == "ours" else 2.0, "color": "black", "zorder": 3}
             style |= {"linestyle": {"ours-ffn": "--", "ours-healed": ":"}.get(name, "-")}
-        label = f"{name} (trained)" if name in TRAINED else name
-        axes.plot(removed, [0.0, *(p.mean(baseline) for p in own)], marker="o", markersize=4, label=label, **style)
+        axes.plot(
+            removed, [0.0, *(p.mean(baseline) for p in own)], marker="o", markersize=4, label=own[0].label, **style
+        )
     costs = [p.mean(baseline) for p in measured]
     axes.set(xlabel="parameters removed, %", ylabel="rise of the loss, nats per token (mean of the texts)")
     axes.set_ylim(min([0.0, *costs]) - 0.02, min(PLOT_TOP, max([0.1, *costs]) * 1.05))
