@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,12 @@ class Subject:
 
 # The changed copy of the model, without at least so many parameters.
 Method = Callable[[Subject, int], Any]
+
+
+def share_copy(model: Any) -> Any:
+    """A copy whose modules may be exchanged. Until then both have the same tensors: nothing writes into them."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def ffn_linears(model: nn.Module, block: Block) -> tuple[list[str], str]:

@@ -6,7 +6,6 @@ tr(W_gᵀ ([H⁻¹]_gg)⁻¹ W_g), and is W − W_g ([H⁻¹]_gg)⁻¹ [H⁻¹]_
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -27,6 +26,7 @@ from peer_methods.common import (
     neuron_count,
     neuron_size,
     ridged,
+    share_copy,
     share_neurons,
     weight_and_bias,
 )
@@ -90,7 +90,7 @@ def prune_units(units: UnitWeights, gram: Tensor, count: int) -> UnitWeights:
 @torch.no_grad()
 def prune_in_order(subject: Subject, neurons: Sequence[int], units_removed: Sequence[int] | None = None) -> Any:
     """A copy whose layers lose so many neurons and units each."""
-    changed, blocks = copy.deepcopy(subject.model), subject.blocks
+    changed, blocks = share_copy(subject.model), subject.blocks
     attention, units = attention_of(subject) if units_removed else ({}, {})
     stream = open_stream(changed, blocks, subject.windows, BATCH)
     for block in blocks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -23,6 +22,7 @@ from peer_methods.common import (
     ffn_linears,
     observe,
     ridged,
+    share_copy,
     weight_and_bias,
 )
 
@@ -46,7 +46,7 @@ def drop_layers(model: Any, blocks: list[Block], dropped: Sequence[int]) -> Any:
     """A copy of the model without these decoder layers."""
     if len(dropped) >= len(blocks):
         raise Inapplicable(f"{len(dropped)} layers cannot be dropped from {len(blocks)}")
-    changed = copy.deepcopy(model)
+    changed = share_copy(model)
     kept = [block.index for block in blocks if block.index not in dropped]
     path, _, _ = blocks[0].layer_path.rpartition(".")
     layers: Any = changed.get_submodule(path)

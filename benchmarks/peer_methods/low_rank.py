@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -10,7 +9,16 @@ from torch import Tensor, nn
 
 from compressor.models.blocks import find_attention
 from compressor.models.heads import layout_of
-from peer_methods.common import Inapplicable, Subject, as_linear, ffn_linears, linears_in, ridged, weight_and_bias
+from peer_methods.common import (
+    Inapplicable,
+    Subject,
+    as_linear,
+    ffn_linears,
+    linears_in,
+    ridged,
+    share_copy,
+    weight_and_bias,
+)
 from peer_methods.moments import measure_moments
 
 
@@ -30,7 +38,7 @@ def svd(subject: Subject, parameters: int) -> Any:
     ratio = 1 - parameters / sum(weight.numel() for weight, _ in linears.values())
     if ratio <= 0:
         raise Inapplicable("that is more than the matrices of its layers have")
-    changed = copy.deepcopy(model)
+    changed = share_copy(model)
     for block in subject.blocks:
         layer = moments[block.layer]
         for path, (number, branch, name) in inputs.items():

@@ -6,7 +6,6 @@ layer of little influence gives more than others.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from peer_methods.common import (
     neuron_count,
     neuron_size,
     ridged,
+    share_copy,
     weight_and_bias,
 )
 from peer_methods.moments import LayerMoments, attention_of, measure_moments
@@ -138,7 +138,7 @@ def modegpt(subject: Subject, parameters: int) -> Any:
         raise Inapplicable("that is more than its layers have")
     influence = torch.tensor([1 - moments[block.layer].similarity for block in blocks])
     shares = allocate(influence, parameters / sum(of_layers))
-    changed = copy.deepcopy(model)
+    changed = share_copy(model)
     missing = 0.0  # what the layers up to here have still to lose
     for block, share, own, size, count in zip(blocks, shares.tolist(), of_layers, sizes, counts, strict=True):
         layer, before = moments[block.layer], units[block.layer]

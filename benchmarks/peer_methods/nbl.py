@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from peer_methods.common import Inapplicable, Subject, as_linear, ridged
+from peer_methods.common import Inapplicable, Subject, as_linear, ridged, share_copy
 from peer_methods.moments import LayerMoments, attention_of, measure_moments
 from peer_methods.unit_attention import UnitWeights
 
@@ -76,7 +75,7 @@ def nbl(subject: Subject, parameters: int) -> Any:
             f"the attention of all {len(attention)} layers as linear maps frees {saved * len(attention):,}"
         )
     bounds = {layer: cca_bound(covariances(moments[layer], units[layer])) for layer in attention}
-    changed = copy.deepcopy(subject.model)
+    changed = share_copy(subject.model)
     for layer in sorted(bounds, key=lambda layer: bounds[layer])[:count]:
         found = covariances(moments[layer], units[layer])
         changed.set_submodule(attention[layer].path, LinearAttention(linear_map(found)))

@@ -7,7 +7,6 @@ which the paper's has not, and is of the best low rank on the calibration rows: 
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from peer_methods.common import (
     ffn_linears,
     keep_neurons,
     ridged,
+    share_copy,
     share_neurons,
     weight_and_bias,
 )
@@ -80,7 +80,7 @@ def olica(subject: Subject, parameters: int) -> Any:
         raise Inapplicable("its FFN is no module of its own, or adds the residual itself")
     width = blocks[0].width
     rank, count = max(1, round(RANK * width)), max(1, round(CORRECTED * len(blocks)))
-    changed = copy.deepcopy(subject.model)
+    changed = share_copy(subject.model)
     residuals: dict[int, Residual] = {}
     numbers = share_neurons(subject, parameters + count * (2 * rank + 1) * width)
     for block, removed in zip(blocks, numbers, strict=True):

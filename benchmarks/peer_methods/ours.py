@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,7 +23,7 @@ from compressor.runtime.context import RunContext
 from compressor.runtime.errors import BudgetError
 from compressor.runtime.progress import Progress
 from compressor.text import Split, Text
-from peer_methods.common import BATCH, Inapplicable, Subject
+from peer_methods.common import BATCH, Inapplicable, Subject, share_copy
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Ours:
         fits = find_plan(subject, parameters, self.branches, self.cache)
         if self.heal_tokens:
             fits = self.train(subject, fits)
-        changed = copy.deepcopy(subject.model)
+        changed = share_copy(subject.model)
         patch(changed, find_branches(changed), fits)
         return changed
 

@@ -18,6 +18,7 @@ from peer_methods.common import (
     keep_neurons,
     neuron_count,
     observe,
+    share_copy,
     share_neurons,
     weight_and_bias,
 )
@@ -33,7 +34,7 @@ def width(subject: Subject, parameters: int) -> Any:
     sizes = dict.fromkeys(downs, torch.zeros(()))
     for seen in observe(model, subject.windows, downs, lambda x, _: x.double().abs().sum(0)):
         sizes = {down: sizes[down] + seen[down] for down in downs}
-    changed = copy.deepcopy(model)
+    changed = share_copy(model)
     for block, down, removed in zip(blocks, downs, share_neurons(subject, parameters), strict=True):
         weight, _ = weight_and_bias(changed, down)
         order = (sizes[down] * weight.norm(dim=0)).argsort(descending=True)
