@@ -8,8 +8,8 @@ same statistics; with --verify it is the search of `compress`, which makes the p
 verification text. Every plan is then measured on the verification text. The tables have what goes, what it costs on
 both texts, the ratio to FFNs only, the key-value cache, and which attention became what.
 
-Then ReplaceMe (`peers.py`) drops 1, 2 and 3 layers (--layers), fitted on the same calibration windows, and plans of at
-least that size are searched for (`compress plan --remove`): ΔPPL of both on the same verification windows.
+Then ReplaceMe (`peer_methods`) drops 1, 2 and 3 layers (--layers), fitted on the same calibration windows, and plans of
+at least that size are searched for (`compress plan --remove`): ΔPPL of both on the same verification windows.
 
 Every measurement is in DIR/attention.json as soon as it is made, and statistics and trials are in the cache (--cache):
 a run with the same settings goes on where it stopped. The tables go to DIR/attention.md too.
@@ -24,7 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peers import Inapplicable, replaceme
+from peer_methods.common import Inapplicable
+from peer_methods.layers import replaceme
 
 from compressor.evaluate.budget import Removal, compute_limits
 from compressor.evaluate.evaluator import Evaluator, Measured

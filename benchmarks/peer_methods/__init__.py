@@ -1,0 +1,1 @@
+"""The training-free methods that `peers.py` compares, each after its paper's formulas, and ours."""
