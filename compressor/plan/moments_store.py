@@ -8,6 +8,7 @@ memory at a time.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -202,21 +203,31 @@ class SurveyCollector:
             return
         store = self.store
         gradients = {block.index: store.load_gradients(block) for block in group}
-        surveys: dict[BranchIndex, Tensors] = {}
-        packed: dict[BranchIndex, Tensors] = {}
-        for block in own_blocks(group):
-            fit, held = (self.moments[block.index, part] for part in CALIBRATION_PARTS)
-            units = store.units[block.index]
-            rows = Gradients(**{name: rows.to(self.device) for name, rows in gradients[block.index].items()})
-            surveys[block.index] = survey_block(block, units, output_bias(block, units, self.device), fit, held, rows)
-            fit.add(held)  # the ridges are chosen: replacements are fitted on all rows
-            packed[block.index] = pack_moments(fit)
         for place, block in enumerate(group):
             # The moments are stored first: where a survey is on disk, they are there too.
-            for kind, found in (("moments", packed), ("survey", surveys)):
-                tensors = distributed.broadcast(found.get(block.index), owner_of(place))
-                store.cache.keep(store.key(kind, block), tensors, needed=True)
+            is_own = owner_of(place) == distributed.rank()
+            self.keep("moments", block, distributed.broadcast(self.pack(block) if is_own else None, owner_of(place)))
+        surveys = {block.index: self.survey(block, gradients[block.index]) for block in own_blocks(group)}
+        for place, block in enumerate(group):
+            self.keep("survey", block, distributed.broadcast(surveys.get(block.index), owner_of(place)))
         self.moments = {}
+
+    def pack(self, block: Block) -> Tensors:
+        """The moments of all rows, on which replacements are fitted once the ridges are chosen."""
+        fit, held = (self.moments[block.index, part] for part in CALIBRATION_PARTS)
+        whole = deepcopy(fit)
+        whole.add(held)
+        return pack_moments(whole)
+
+    def survey(self, block: Block, gradients: Tensors) -> Tensors:
+        """What could stand in for the block. Its moments, which are on disk now, are freed on the way."""
+        units = self.store.units[block.index]
+        fit, held = (self.moments.pop((block.index, part)) for part in CALIBRATION_PARTS)
+        rows = Gradients(**{name: rows.to(self.device) for name, rows in gradients.items()})
+        return survey_block(block, units, output_bias(block, units, self.device), fit, held, rows)
+
+    def keep(self, kind: str, block: Block, tensors: Tensors) -> None:
+        self.store.cache.keep(self.store.key(kind, block), tensors, needed=True)
 
 
 def open_store(

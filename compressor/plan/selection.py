@@ -23,6 +23,7 @@ FREE_SHARE = 1e-7  # of the output's energy: as much as rounding loses, so remov
 MANY_COUNTS = 4  # with more counts of neurons than this, the ranks beside them are measured at every second one
 SKETCHED_OUTPUTS = 64  # combinations of outputs that ridges are compared on
 STEP = 64  # removals per update of the whole inverse; within a step each removal takes the earlier ones into account
+COMPACTED_ROWS = 256  # copied at a time
 LARGER_RIDGES = 10  # tenfold steps that a ridge may be raised by where rounding needs it
 RIDGES = (1e-6, 1e-3, 1e-2, 1e-1, 1.0)  # shrink to the original weights, times the variance of the feature
 TARGETS = (0.0, 0.5, 1.0)  # 0: the original block's output on the present inputs; 1: the original residual stream
@@ -50,7 +51,7 @@ def scale_moments(moments: Moments, outer: Tensor, like: ScaledMoments | None = 
     deviations = (moments.xx.diagonal() / moments.weight).sqrt() if like is None else like.deviations
     divisor = deviations.clone()
     divisor[deviations <= 1e-12 * deviations.max()] = torch.inf
-    gram = moments.xx / moments.weight / divisor / divisor[:, None]
+    gram = (moments.xx / moments.weight).div_(divisor).div_(divisor[:, None])
     live = divisor[-len(outer) :].isfinite()
     weights = outer.to(gram) * torch.where(live, deviations[-len(outer) :], 0.0)[:, None]
     cross = moments.xy / moments.weight / divisor[:, None] if moments.xy.shape[1] else None
@@ -131,7 +132,7 @@ def eliminate(
         inverse = inverse.addmm_(step, across.T, alpha=-1)
         stays = torch.ones(len(inverse), dtype=torch.bool, device=inverse.device)
         stays[removed] = False
-        inverse, weights = inverse[stays][:, stays], weights[stays]
+        inverse, weights = compact(inverse, stays), weights[stays]
         alive = alive[stays[offset:].reshape(-1, columns)[:, 0]]
         if len(alive) in with_ranks:
             kept = spread_units(alive, columns)
@@ -156,8 +157,19 @@ def next_unit(inverse: Tensor, weights: Tensor, columns: int) -> tuple[Tensor, l
     return best[None], [costs[best].item()]
 
 
+def compact(matrix: Tensor, stays: Tensor) -> Tensor:
+    """The rows and columns of a square matrix that stay. They overwrite the matrix: copies of a large one would be
+    half of the memory that an elimination takes."""
+    kept, flat = stays.nonzero()[:, 0], matrix.view(-1)
+    count = len(kept)
+    for start in range(0, count, COMPACTED_ROWS):
+        rows = matrix[kept[start : start + COMPACTED_ROWS]][:, kept]
+        flat[start * count : start * count + rows.numel()] = rows.view(-1)  # ends before the next rows to be read
+    return flat[: count * count].view(count, count)
+
+
 def invert(gram: Tensor, ridge: float) -> Tensor:
-    return torch.cholesky_inverse(factor_ridged(gram, ridge))
+    return torch.cholesky_inverse(factor_ridged(gram, ridge)).T  # symmetric: transposed, its rows are contiguous
 
 
 def factor_ridged(gram: Tensor, ridge: float) -> Tensor:

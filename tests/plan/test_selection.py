@@ -13,6 +13,7 @@ from compressor.measure.moments import Moments
 from compressor.plan.selection import (
     Elimination,
     choose_shrinkage,
+    compact,
     eliminate,
     factor_metric,
     refit,
@@ -199,3 +200,13 @@ def test_every_neuron_kept_changes_nothing() -> None:
     live = planted.inner.square().sum(1) > 0
     torch.testing.assert_close(made.outer[live], planted.outer[live])
     assert math.isfinite(made.bias.sum().item())
+
+
+@pytest.mark.parametrize("size", [1, 700])
+def test_a_matrix_is_compacted_in_its_own_memory(size: int) -> None:
+    matrix, stays = random(size, size, seed=1), random(size, seed=2) > -0.5
+    expected, place = matrix[stays][:, stays], matrix.data_ptr()
+    compacted = compact(matrix, stays)
+    assert compacted.equal(expected)
+    assert compacted.is_contiguous()
+    assert compacted.data_ptr() == place
