@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import SMALL, Compress, Refused, tree
-from zoo import save_compressed
+from zoo import LINEAR_SHAPES, save_compressed
 
 from compressor.pipelines.frontier import Candidate, describe_files
 from compressor.pipelines.scoring import Scores
@@ -89,10 +89,11 @@ def test_in_words(measured: tuple[dict[str, Any], Path], compress: Compress, dep
         assert sum(word in line for word in words) == 1
 
 
-def test_a_stock_export_can_be_the_source(compress: Compress, deployed: Path, corpus: Path, tmp_path: Path) -> None:
+def test_a_stock_export_can_be_the_source(compress: Compress, corpus: Path, tmp_path: Path) -> None:
     """A stock checkpoint that --to hf-dense wrote is compressed again, and held against in every precision."""
     dense, small = tmp_path / "dense", tmp_path / "smaller"
-    assert compress("export", deployed / "small", "--to", "hf-dense", "--out", dense, "--force").code == 0
+    save_compressed(tmp_path / "first", "llama", LINEAR_SHAPES)
+    assert compress("export", tmp_path / "first", "--to", "hf-dense", "--out", dense).code == 0
     done = compress(dense, "--text", corpus, *SMALL, "--max-dppl", "5%", "--out", small)
     assert done.code == 0, done.err
     done = compress("frontier", small, "--dtypes", "q4_0", "--tokens", "320", "--json")
