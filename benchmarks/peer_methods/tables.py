@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 OURS = ("ours-ffn", "ours", "ours-healed")
+FAR_MORE = 1.1  # times what was asked for
 PLOT_TOP = 0.6  # nats per token
 Curve = list[tuple[float, float]]  # (removed fraction, cost), ascending, from the origin on
 
@@ -62,18 +63,39 @@ def cost_at(points: Sequence[Point], removed: float, cost: Any) -> float:
 
 
 def render(settings: Mapping[str, Any], baseline: Mapping[str, float], points: Sequence[Point]) -> str:
-    """Both tables in Markdown: every method at every size, and ours against the best peer."""
+    """All tables in Markdown: the methods side by side, ours against the best peer, and every figure of every point."""
     tokens = f"{settings['eval_tokens']:,} tokens of each text in windows of {settings['seq_len']}"
     perplexities = ", ".join(f"{name} {perplexity:.3f}" for name, perplexity in baseline.items())
     lines = [
         f"{settings['model']}: {settings['parameters']:,} parameters; {tokens}; calibrated on "
         f"{settings['calib_tokens']:,} tokens; perplexity {perplexities}",
         "",
-        *table_of_points(baseline, points),
+        *table_of_methods(baseline, points),
         "",
         *table_of_ratios(baseline, points),
+        "",
+        *table_of_points(baseline, points),
     ]
     return "\n".join(lines) + "\n"
+
+
+def table_of_methods(baseline: Mapping[str, float], points: Sequence[Point]) -> Iterator[str]:
+    """A row for every method: ΔPPL on the first text and the rise of the loss on the worst text, at every size."""
+    first, fractions = next(iter(baseline)), sorted({point.fraction for point in points})
+    yield f"ΔPPL {first}, worst Δnats of all texts; (what went, where it is far more than was asked for)"
+    yield ""
+    yield "| method | " + " | ".join(f"{fraction:.1%}" for fraction in fractions) + " |"
+    yield "|---|" + "---|" * len(fractions)
+    for label in dict.fromkeys(point.label for point in points):
+        cells = []
+        for fraction in fractions:
+            found = next((p for p in points if (p.label, p.fraction) == (label, fraction) and p.perplexities), None)
+            if found is None:
+                cells.append("–")
+                continue
+            more = f" ({found.removed:.1%})" if found.removed > FAR_MORE * fraction else ""
+            cells.append(f"{found.deltas(baseline)[first]:+.3f}, {found.worst(baseline):+.4f}{more}")
+        yield f"| {label} | {' | '.join(cells)} |"
 
 
 def table_of_points(baseline: Mapping[str, float], points: Sequence[Point]) -> Iterator[str]:
@@ -142,6 +164,6 @@ def draw(baseline: Mapping[str, float], points: Sequence[Point], out: Path) -> N
     costs = [p.mean(baseline) for p in measured]
     axes.set(xlabel="parameters removed, %", ylabel="rise of the loss, nats per token (mean of the texts)")
     axes.set_ylim(min([0.0, *costs]) - 0.02, min(PLOT_TOP, max([0.1, *costs]) * 1.05))
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     for suffix in ("png", "svg"):
         figure.savefig(out / f"peers.{suffix}", dpi=150, bbox_inches="tight")

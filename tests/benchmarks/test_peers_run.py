@@ -130,15 +130,17 @@ def test_costs_are_compared_at_equal_parameters() -> None:
 def test_the_best_peer_trains_nothing_and_the_worst_text_is_told() -> None:
     points = [
         point("width", 0.05, 0.05, 24.0, 10.5),
-        point("nbl", 0.05, 0.05, 22.0, 13.0),
+        point("nbl", 0.05, 0.07, 22.0, 13.0),
         point("ours", 0.05, 0.05, 21.0, 10.4),
         replace(point("ours-healed", 0.05, 0.05, 20.5, 10.2), trained=640),
         Point("svd-llm", 0.05, reason="too large"),
     ]
     settings = {"eval_tokens": 320, "seq_len": 32, "model": "m", "parameters": 1000, "calib_tokens": 640}
     table = render(settings, BASELINE, points)
-    assert "| 5.0% | ΔPPL wiki | nbl +2.0000 | 0.50 | 0.25 |" in table
+    assert "| 5.0% | ΔPPL wiki | nbl +1.4286 | 0.70 | 0.35 |" in table
     assert "| 5.0% | ΔPPL code | width +0.5000 | 0.80 | 0.40 |" in table
     assert "| 5.0% | worst Δnats | width +0.1823 | 0.27 | 0.14 |" in table  # log 1.05 and log 1.025 over log 1.2
-    assert "ours-healed (trained)" in table
+    assert "| ours-healed (trained) | +0.500, +0.0247 |" in table
+    assert "| svd-llm | – |" in table
+    assert "| nbl | +2.000, +0.2624 (7.0%) |" in table
     assert "too large" in table
