@@ -1,7 +1,7 @@
 """How fast is a narrower FFN really? Every width against the whole block, in turns, beside what its operations say.
 
-    python benchmarks/kernels.py ./smollm2-135m                   # a stock gated FFN of these sizes, random weights
-    python benchmarks/kernels.py --width 1536 --neurons 8960 --dtype bfloat16 --rows 1 512
+    python benchmarks/widths.py ./smollm2-135m                   # a stock gated FFN of these sizes, random weights
+    python benchmarks/widths.py --width 1536 --neurons 8960 --dtype bfloat16 --rows 1 512
 
 Prints, for one row (decoding) and for many (a prompt), how many times as fast an FFN of so many neurons is as the whole
 one, with the 95 % interval of the median over pairs, the ratio of their operations, and the first over the second
