@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -90,6 +91,8 @@ def main() -> None:
             replace_every_second_ffn(args.work / name, places[name])
     size = sum(file.stat().st_size for file in places["many"].glob("*.safetensors"))
     print(f"checkpoint {size / 1e9:.2f} GB, {args.layers} layers, {RANK} ranks in every second FFN", flush=True)
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # a process that it starts is told to have as much
+    print(f"this process, which built it: {own / size:.3f} of its size", flush=True)
     for to in args.to or ["gguf"]:
         words = ("--dtype", args.dtype)
         _, own = export(places["one"], to, args.work / f"one.{to}", *words, "--low-memory")

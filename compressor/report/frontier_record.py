@@ -94,7 +94,7 @@ def size_lines(record: SizeFrontier) -> list[str]:
         *(say_verdict(file) for file in record.files if file.compressed),
     ]
     hull = [file for file in record.files if file.on_hull]
-    lines.append(f"on the lower hull of all files (*): {', '.join(file.name for file in hull)}")
+    lines.append(f"on the lower hull of all files, by point estimates (*): {', '.join(file.name for file in hull)}")
     open_files = [file.name for file in record.files if file.rival is not None and file.rival.verdict == "open"]
     if open_files:
         lines.append("more text tells more of them apart: raise --tokens")

@@ -77,7 +77,7 @@ def test_in_words(measured: tuple[dict[str, Any], Path], compress: Compress, dep
     done = compress("frontier", deployed / "small", "--dtypes", DTYPES, "--tokens", "640")
     assert done.code == 0, done.err
     assert "source f16" in done.out
-    assert "on the lower hull of all files (*):" in done.out
+    assert "on the lower hull of all files, by point estimates (*):" in done.out
     for dtype in DTYPES.split(","):
         (line,) = [line for line in done.out.splitlines() if line.startswith(f"small {dtype} (")]
         words = (
