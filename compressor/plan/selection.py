@@ -23,7 +23,8 @@ FREE_SHARE = 1e-7  # of the output's energy: as much as rounding loses, so remov
 MANY_COUNTS = 4  # with more counts of neurons than this, the ranks beside them are measured at every second one
 SKETCHED_OUTPUTS = 64  # combinations of outputs that ridges are compared on
 STEP = 64  # removals per update of the whole inverse; within a step each removal takes the earlier ones into account
-COMPACTED_ROWS = 256  # copied at a time
+COPIED_FEATURES = 4096  # an inverse of at most so many is copied after every update
+MANY_OUTPUTS = 1024  # with more outputs than this, removals are compared in coordinates of the few rows that are
 LARGER_RIDGES = 10  # tenfold steps that a ridge may be raised by where rounding needs it
 RIDGES = (1e-6, 1e-3, 1e-2, 1e-1, 1.0)  # shrink to the original weights, times the variance of the feature
 TARGETS = (0.0, 0.5, 1.0)  # 0: the original block's output on the present inputs; 1: the original residual stream
@@ -128,12 +129,9 @@ def eliminate(
         removed = offset + spread_units(chosen, columns)
         across = inverse[:, removed]
         step = torch.linalg.solve(across[removed], across.T).T
-        weights = weights - step @ weights[removed]
+        weights = weights.sub_(step @ weights[removed])
         inverse = inverse.addmm_(step, across.T, alpha=-1)
-        stays = torch.ones(len(inverse), dtype=torch.bool, device=inverse.device)
-        stays[removed] = False
-        inverse, weights = compact(inverse, stays), weights[stays]
-        alive = alive[stays[offset:].reshape(-1, columns)[:, 0]]
+        inverse, weights, alive = drop_units(inverse, weights, alive, chosen, columns)
         if len(alive) in with_ranks:
             kept = spread_units(alive, columns)
             subsets.append(measure_subset(scaled, root, inverse, weights, alive, kept, error, offset))
@@ -157,19 +155,34 @@ def next_unit(inverse: Tensor, weights: Tensor, columns: int) -> tuple[Tensor, l
     return best[None], [costs[best].item()]
 
 
-def compact(matrix: Tensor, stays: Tensor) -> Tensor:
-    """The rows and columns of a square matrix that stay. They overwrite the matrix: copies of a large one would be
-    half of the memory that an elimination takes."""
-    kept, flat = stays.nonzero()[:, 0], matrix.view(-1)
-    count = len(kept)
-    for start in range(0, count, COMPACTED_ROWS):
-        rows = matrix[kept[start : start + COMPACTED_ROWS]][:, kept]
-        flat[start * count : start * count + rows.numel()] = rows.view(-1)  # ends before the next rows to be read
-    return flat[: count * count].view(count, count)
+def drop_units(
+    inverse: Tensor, weights: Tensor, alive: Tensor, chosen: Tensor, columns: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse, the weights and the list of units without those at the places `chosen`.
+
+    What is left of a small inverse is copied, so that the units stay in order. Copies of a large one would take longer
+    than all its updates and half of the memory: there the last units move to the places that fall free.
+    """
+    stays = torch.ones(len(alive), dtype=torch.bool, device=alive.device)
+    stays[chosen] = False
+    offset = len(inverse) - columns * len(alive)
+    first = torch.arange(offset, device=alive.device)
+    if len(inverse) <= COPIED_FEATURES:
+        left = torch.cat([first, offset + spread_units(stays.nonzero()[:, 0], columns)])
+        return inverse[left][:, left], weights[left], alive[stays]
+    count = len(alive) - len(chosen)
+    free, last = (~stays[:count]).nonzero()[:, 0], count + stays[count:].nonzero()[:, 0]
+    into, out_of = (offset + spread_units(places, columns) for places in (free, last))
+    inverse[into] = inverse[out_of]
+    inverse[:, into] = inverse[:, out_of]
+    weights[into] = weights[out_of]
+    alive = alive.index_copy(0, free, alive[last])[:count]
+    features = offset + columns * count
+    return inverse[:features, :features], weights[:features], alive
 
 
 def invert(gram: Tensor, ridge: float) -> Tensor:
-    return torch.cholesky_inverse(factor_ridged(gram, ridge)).T  # symmetric: transposed, its rows are contiguous
+    return torch.cholesky_inverse(factor_ridged(gram, ridge))
 
 
 def factor_ridged(gram: Tensor, ridge: float) -> Tensor:
@@ -191,10 +204,13 @@ def factor_ridged(gram: Tensor, ridge: float) -> Tensor:
 def next_removals(inverse: Tensor, weights: Tensor, most: int) -> tuple[Tensor, list[float]]:
     """The next `most` removals, one after another, and the cost of each after those before it.
 
-    Only the `2 * most` neurons that are cheapest now are considered.
+    Only the `2 * most` neurons that are cheapest now are considered. Where outputs are many, their weights are turned
+    into coordinates of the space that they span: lengths stay the same, and are computed from far fewer numbers.
     """
     pool = (weights.square().sum(1) / inverse.diagonal()).topk(min(2 * most, len(weights)), largest=False).indices
     local, rows = inverse[pool][:, pool].clone(), weights[pool].clone()
+    if rows.shape[1] > MANY_OUTPUTS:
+        rows = torch.linalg.qr(rows.T, mode="r").R.T.contiguous()
     taken = torch.zeros(len(pool), dtype=torch.bool, device=pool.device)
     chosen, costs = [], []
     for _ in range(most):

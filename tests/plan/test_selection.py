@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from compressor.measure.moments import Moments
+from compressor.plan import selection
 from compressor.plan.selection import (
     Elimination,
     choose_shrinkage,
-    compact,
     eliminate,
     factor_metric,
     refit,
@@ -202,11 +202,22 @@ def test_every_neuron_kept_changes_nothing() -> None:
     assert math.isfinite(made.bias.sum().item())
 
 
-@pytest.mark.parametrize("size", [1, 700])
-def test_a_matrix_is_compacted_in_its_own_memory(size: int) -> None:
-    matrix, stays = random(size, size, seed=1), random(size, seed=2) > -0.5
-    expected, place = matrix[stays][:, stays], matrix.data_ptr()
-    compacted = compact(matrix, stays)
-    assert compacted.equal(expected)
-    assert compacted.is_contiguous()
-    assert compacted.data_ptr() == place
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_an_elimination_in_place_and_in_few_coordinates_finds_the_same(
+    monkeypatch: pytest.MonkeyPatch, with_inputs: bool
+) -> None:
+    """Large blocks are not copied, and those of many outputs are turned: here both are done to a small block."""
+    a = random(300, NEURONS, seed=1) @ random(NEURONS, NEURONS, seed=2)
+    x, outer, root = random(300, WIDTH, seed=3) + a[:, :WIDTH], random(NEURONS, 90, seed=4), random(90, 90, seed=5)
+    scaled = scale_moments(moments_of(x, a), outer)
+    monkeypatch.setattr(selection, "STEP", 7)
+    runs = []
+    for few in (False, True):
+        monkeypatch.setattr(selection, "COPIED_FEATURES", 0 if few else 10**6)
+        monkeypatch.setattr(selection, "MANY_OUTPUTS", 0 if few else 10**6)
+        runs.append(eliminate(scaled, root, [10, 20, 30, 50], with_inputs=with_inputs))
+    expected, found = runs
+    assert found.order.equal(expected.order)
+    assert [s.kept.tolist() for s in found.subsets] == [s.kept.tolist() for s in expected.subsets]
+    for one, other in zip(found.subsets, expected.subsets, strict=True):
+        assert torch.allclose(one.errors, other.errors, rtol=1e-8, atol=1e-12 * expected.total)
