@@ -237,9 +237,8 @@ def test_a_trial_that_begins_at_its_first_block_gives_the_whole_losses(first: in
     model = sure_llama()
     runner = prepare_search(model, TEXT, RunContext()).runner
     shapes = {index: Shape(0, 20) for index in range(first, 3)}
-    found = runner.measure(shapes, False)[0]
-    assert runner.start is not None
-    assert runner.start.position == first
+    found = runner.measure(shapes, False, runner.text.selection)[0]
+    assert runner.starts[TEXT.selection.sha256].position == first
     with patched(model, runner.blocks, runner.fit_modules(shapes, False)):
         assert torch.equal(found.nats, evaluate(model, TEXT.selection.windows).nats)
 
