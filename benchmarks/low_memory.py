@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -100,23 +101,27 @@ def compress(model: Path, out: Path, cache: Path, *words: str) -> tuple[float, i
     return time.perf_counter() - began, usage.ru_maxrss * 1024
 
 
-def digest(directory: Path) -> str:
+def digest(files: Iterable[Path]) -> str:
     sha = hashlib.sha256()
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in sorted(files):
         with file.open("rb") as stream:
             while part := stream.read(2**24):
                 sha.update(part)
     return sha.hexdigest()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--layers", type=int, default=40)
+def add_size_options(parser: argparse.ArgumentParser, layers: int) -> None:
+    parser.add_argument("--layers", type=int, default=layers)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--heads", type=int, default=128)
     parser.add_argument("--neurons", type=int, default=256)
     parser.add_argument("--skip-normal", action="store_true", help="only --low-memory")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    add_size_options(parser, layers=40)
     args = parser.parse_args()
     model = args.work / "model"
     if not model.exists():
@@ -133,7 +138,8 @@ def main() -> None:
         return
     quick, most = compress(model, args.work / "normal", args.work / "cache-normal")
     print(f"normal mode: peak {most / 1e9:.2f} GB, {most / size:.3f} of the checkpoint, {quick:.0f} s")
-    same = digest(args.work / "low") == digest(args.work / "normal")
+    low, normal = ((args.work / mode).glob("*.safetensors") for mode in ("low", "normal"))
+    same = digest(low) == digest(normal)
     print(f"time of --low-memory ÷ normal: {slow / quick:.2f}; the same bytes: {'yes' if same else 'NO'}")
 
 

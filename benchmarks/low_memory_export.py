@@ -12,7 +12,6 @@ llama.cpp runs in a process of its own and maps the file; it is not in these fig
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import resource
 import shutil
@@ -22,7 +21,7 @@ import time
 from pathlib import Path
 
 import torch
-from low_memory import build
+from low_memory import add_size_options, build, digest
 
 from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import find_blocks
@@ -50,7 +49,8 @@ def replace_every_second_ffn(source: Path, out: Path) -> None:
 
 def export(model: Path, to: str, out: Path, *words: str) -> tuple[float, int]:
     """Seconds and peak resident bytes of one export."""
-    shutil.rmtree(out, ignore_errors=True)
+    if out.is_dir():
+        shutil.rmtree(out)
     out.unlink(missing_ok=True)
     command = [sys.executable, "-m", "compressor", "export", str(model), "--to", to, "--out", str(out), "--force"]
     began = time.perf_counter()
@@ -61,26 +61,16 @@ def export(model: Path, to: str, out: Path, *words: str) -> tuple[float, int]:
     return time.perf_counter() - began, usage.ru_maxrss * 1024
 
 
-def digest(path: Path) -> str:
-    sha = hashlib.sha256()
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        sha.update(file.name.encode())
-        with file.open("rb") as stream:
-            while part := stream.read(2**24):
-                sha.update(part)
-    return sha.hexdigest()
+def list_files(path: Path) -> list[Path]:
+    return list(path.rglob("*")) if path.is_dir() else [path]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--layers", type=int, default=20)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=128)
-    parser.add_argument("--neurons", type=int, default=256)
+    add_size_options(parser, layers=20)
     parser.add_argument("--to", action="append", choices=("gguf", "hf-dense", "vllm"), help="may be repeated  [gguf]")
     parser.add_argument("--dtype", default="f32")
-    parser.add_argument("--skip-normal", action="store_true", help="only --low-memory")
     args = parser.parse_args()
     places: dict[str, Path] = {}
     for name, layers in (("one", 1), ("many", args.layers)):
@@ -102,7 +92,7 @@ def main() -> None:
         if args.skip_normal:
             continue
         quick, most = export(places["many"], to, args.work / f"normal.{to}", *words)
-        same = digest(args.work / f"low.{to}") == digest(args.work / f"normal.{to}")
+        same = digest(list_files(args.work / f"low.{to}")) == digest(list_files(args.work / f"normal.{to}"))
         print(f"{to}, in memory: peak {most / size:.3f} of the checkpoint; --low-memory takes {slow / quick:.2f} times")
         print(f"  as long; the same bytes: {'yes' if same else 'NO'}", flush=True)
 
