@@ -39,6 +39,7 @@ class Bytes:
     """One token per byte, so that windows can be read back."""
 
     bos_token_id = None
+    vocab_size, all_special_ids = 256, (0,)
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         return {"input_ids": list(text.encode("utf-8"))}

@@ -59,7 +59,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "How good it must be": ("max_kl", "confidence", "min_saving", *TASKS, *TALK),
     "What may change": CHOICES,
     "Training (nothing is trained without these)": HEAL,
-    "The text": (*TOKENS, "seed"),
+    "The text": (*TOKENS, "guard", "seed"),
     "Studies of the blocks": PROBES,
     "The gate's files": ("baseline", "update_baseline", "tolerance", "junit", "page"),
     "The machine": MACHINE,
@@ -72,12 +72,12 @@ RUN = ("cache", "no_cache", "trust_remote_code", *OUTPUT)
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": (
         *("model", "max_dppl", "out", "text", "remove", "dry_run", "max_kl", "confidence", "min_saving", *TASKS, *TALK),
-        *(*CHOICES, *HEAL, *TOKENS, "seed", *PROBES, *MACHINE, *FILES, *OUTPUT),
+        *(*CHOICES, *HEAL, *TOKENS, "guard", "seed", *PROBES, *MACHINE, *FILES, *OUTPUT),
     ),
     "profile": (*("models", "out", "text", "branches", *TOKENS, "seed", *PROBES, *MACHINE, *FILES, *OUTPUT),),
     "plan": (
         *("model", "max_dppl", "plan_out", "text", "remove", "max_kl", "confidence", "min_saving"),
-        *(*CHOICES, *HEAL, *TOKENS, "seed", *MACHINE, "recipe_file", "revision", *RUN),
+        *(*CHOICES, *HEAL, *TOKENS, "guard", "seed", *MACHINE, "recipe_file", "revision", *RUN),
     ),
     "apply": (
         *("model", "plan_file", "out", "max_dppl", "max_kl", "confidence", *TASKS, *TALK),

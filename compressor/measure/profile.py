@@ -36,7 +36,7 @@ from compressor.models.blocks import Block, Rows, find_blocks, find_branches
 from compressor.models.branches import BRANCHES, BranchIndex
 from compressor.models.layer_states import LayerStates
 from compressor.models.offload import device_of
-from compressor.models.residual import CALIBRATION_PARTS
+from compressor.models.residual import FITTING, HELD_OUT
 from compressor.models.source import identify
 from compressor.runtime import distributed
 from compressor.runtime.cache import cache_key
@@ -125,6 +125,8 @@ def measure(
 class ProfileCollector:
     """Measures the linearity of blocks from their rows; `profiles` has those that were measured, by block."""
 
+    parts = (FITTING, HELD_OUT)
+
     def __init__(self, model: Any, blocks: list[Block], text: Text, context: RunContext) -> None:
         self.model, self.blocks, self.text, self.context = model, blocks, text, context
         self.cache = context.cache
@@ -164,11 +166,11 @@ class ProfileCollector:
         return tensors
 
     def begin(self, group: Sequence[Block]) -> None:
-        self.collected, self.solved = {block.index: self.empty(block, CALIBRATION_PARTS[0]) for block in group}, {}
+        self.collected, self.solved = {block.index: self.empty(block, FITTING) for block in group}, {}
 
     def empty(self, block: Block, part: str) -> _Collected:
         """No rows yet. Those of the fitting windows are kept in groups of windows."""
-        fitting = part == CALIBRATION_PARTS[0]
+        fitting = part == FITTING
         return _Collected(
             [
                 Moments.zeros(block.width, block.width, self.device, whole_yy=not fitting)
@@ -181,7 +183,7 @@ class ProfileCollector:
     def add(self, block: Block, part: str, rows: Rows) -> None:
         """Add the moments of a batch. Of held-out windows, the error of the fitted map in each is summed too."""
         collected, seq_len = self.collected[block.index], self.text.seq_len
-        fitting, windows = part == CALIBRATION_PARTS[0], len(self.text.fitting)
+        fitting, windows = part == FITTING, len(self.text.fitting)
         x, y = rows.x.to(self.device, ACCUMULATION_DTYPE), rows.y.to(self.device, ACCUMULATION_DTYPE)
         self.refuse_nonfinite(block, x, y, part, collected.batches)
         first = self.window_number(collected.batches)
@@ -207,14 +209,14 @@ class ProfileCollector:
         for moments in (*collected.groups, collected.weighted):
             merge_processes(moments, owner)
         distributed.sum_over_processes([collected.rounding])
-        if part == CALIBRATION_PARTS[1]:
+        if part == HELD_OUT:
             self.solved[block.index].window_sums.gather()
 
     def end_part(self, group: Sequence[Block], part: str) -> None:
         """Solve the maps after the fitting windows; summarise the blocks after the held-out ones."""
-        if part == CALIBRATION_PARTS[0]:
+        if part == FITTING:
             self.solve_group(group)
-            self.collected = {block.index: self.empty(block, CALIBRATION_PARTS[1]) for block in group}
+            self.collected = {block.index: self.empty(block, HELD_OUT) for block in group}
             return
         own = {b.index: self.summarise(self.solved[b.index], self.collected[b.index]) for b in own_blocks(group)}
         for place, block in enumerate(group):

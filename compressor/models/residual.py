@@ -26,7 +26,8 @@ from compressor.runtime import distributed
 from compressor.runtime.cache import Cache
 from compressor.text import Text, batches
 
-CALIBRATION_PARTS = ("fitting", "held_out")  # attributes of Text, and part of cache keys
+FITTING, GUARD, HELD_OUT = "fitting", "guard", "held_out"  # windows of a Text, and part of cache keys
+CALIBRATION_PARTS = (FITTING, GUARD, HELD_OUT)
 SAVE_SECONDS = 60.0  # a stream is saved at most this often
 LOUDNESS = 16.0  # noise that finds out what a layer does with its block's output, in sizes of the residual stream
 LARGEST_NOISE = 1 / 64  # of the largest number of the dtype: float16 ends at 65,504
@@ -155,10 +156,11 @@ def calibration_streams(
     cache: Cache | None = None,
     key: Mapping[str, Any] | None = None,
     latest: int = 0,
-) -> list[Stream]:
-    """Two streams: the fitting windows of a text, and its held-out windows."""
-    keys = {part: None if key is None else {**key, "stream": part} for part in CALIBRATION_PARTS}
-    return [open_stream(model, blocks, getattr(text, p), batch_size, cache, k, latest) for p, k in keys.items()]
+    parts: Sequence[str] = CALIBRATION_PARTS,
+) -> dict[str, Stream]:
+    """The streams of these parts of a text's calibration windows, in the order of CALIBRATION_PARTS."""
+    keys = {p: None if key is None else {**key, "stream": p} for p in CALIBRATION_PARTS if p in parts}
+    return {p: open_stream(model, blocks, getattr(text, p), batch_size, cache, k, latest) for p, k in keys.items()}
 
 
 def delete_saved_streams(cache: Cache, key: Mapping[str, Any]) -> None:

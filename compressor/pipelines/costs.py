@@ -182,7 +182,7 @@ def count_quantities(job: Job, requested: int, opening: float, stored: int) -> d
     return {
         "opening": opening,
         "writing": estimate_writing(job),
-        "calibration": text.calibration.tokens,
+        "calibration": text.calibration.tokens + text.guard.numel(),
         "selection": text.selection.tokens,
         "verification": text.verification.tokens,
         "gradients": min(GRADIENT_TOKENS, text.held_out.numel()),

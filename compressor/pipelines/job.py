@@ -289,6 +289,7 @@ def open_text(
             calib_tokens=tokens,
             select_tokens=recipe.select_tokens,
             verify_tokens=recipe.verify_tokens,
+            guard=recipe.guard,
             heal_tokens=heal_tokens,
             document_separator=read_escapes(recipe.document_separator),
             seed=recipe.seed,

@@ -29,6 +29,7 @@ from compressor.runtime.errors import InputError
 from compressor.runtime.names import (
     CALIBRATION_TOKENS,
     DTYPES,
+    GUARD,
     NAMED_BUILT_IN,
     RECORD,
     SELECTION_TOKENS,
@@ -209,6 +210,11 @@ class Recipe(BaseModel):
         default=None,
         description="tokens to measure and fit on  [by the width: 4 fitted for every input and neuron of a block, at "
         f"least {CALIBRATION_TOKENS}]",
+    )
+    guard: Annotated[float, Field(ge=0, le=4)] = Field(
+        default=GUARD,
+        description="random words of the vocabulary to fit on too, for each word of the text, so that what the text "
+        "never shows is kept; 0 = none",
     )
     select_tokens: Count = Field(default=SELECTION_TOKENS, description="tokens to search on")
     verify_tokens: Count = Field(default=VERIFICATION_TOKENS, description="tokens to report on")

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.measure.moments import ACCUMULATION_DTYPE
+from compressor.measure.moments import ACCUMULATION_DTYPE, Moments
 from compressor.measure.profile import moments_device
 from compressor.modeling_compressor import SCHEMA_VERSION, KeptHeads, Replacement, restore, swap
 from compressor.models.blocks import ATTENTION_RETURNS, Block
 from compressor.models.branches import BranchIndex, layer_of
 from compressor.models.heads import Heads
 from compressor.models.neurons import Neurons
-from compressor.models.residual import measure_stream_gain
+from compressor.models.residual import FITTING, GUARD, HELD_OUT, measure_stream_gain
 from compressor.models.source import stored_dtype
 from compressor.patch.tree import as_stored
 from compressor.plan.candidates import (
@@ -88,47 +88,46 @@ class Fitter:
             return fits
         states = self.store.states
         current_streams = states.open()
-        for part, current in enumerate(current_streams):
+        for part, current in current_streams.items():
             states.move(part, current, layer_of(min(shapes)))
-        original_streams = [stream.copy() for stream in current_streams]
-        for part, original in enumerate(original_streams):
+        original_streams = {part: stream.copy() for part, stream in current_streams.items()}
+        for part, original in original_streams.items():
             states.move(part, original, rest[0].layer + 1)  # through this layer while it is the original one
         original_modules = swap(self.model, {self.blocks[index].path: module for index, module in fits.items()})
         try:
             for block in self.progress.track("compensate", rest, len(rest), f"{len(rest)} blocks"):
                 candidates, outer, bias, root = self.prepare_block(block.index)
                 shape = shapes[block.index]
-                moments = []
+                moments: dict[str, Moments] = {}
                 gain = None
-                for part, (current, original) in enumerate(zip(current_streams, original_streams, strict=True)):
+                for part, current in current_streams.items():
+                    original = original_streams[part]
                     current.advance(block.layer)
                     states.move(part, original, block.layer + 1)
-                    gain = measure_stream_gain(self.model, block, current) if current is current_streams[0] else gain
+                    gain = measure_stream_gain(self.model, block, current) if part == FITTING else gain
                     goal = original.states if gain else None
-                    moments.append(
-                        collect_moments(
-                            self.model,
-                            block,
-                            candidates.units,
-                            current,
-                            self.device,
-                            goal,
-                            gain or 1.0,
-                            inputs=shape.rank != 0,
-                        )
+                    found = collect_moments(
+                        self.model,
+                        block,
+                        candidates.units,
+                        current,
+                        self.device,
+                        goal,
+                        gain or 1.0,
+                        inputs=shape.rank != 0,
                     )
-                if not all(values.isfinite().all() for found in moments for values in (found.xx, found.xy)):
-                    raise NumericsError(f"the activations overflow at block {block.index}; try --dtype float32")
-                moments = [moments_for(found, block, candidates.units, shape) for found in moments]
+                    if not all(values.isfinite().all() for values in (found.xx, found.xy)):
+                        raise NumericsError(f"the activations overflow at block {block.index}; try --dtype float32")
+                    moments[part] = moments_for(found, block, candidates.units, shape)
+                fit = moments[FITTING]
+                fit.add(moments.pop(GUARD))
                 columns = candidates.units.columns if candidates.units else 1
                 kept = kept_sets(shape, candidates.orders, self.device, columns)[0]
-                scaled = scale_moments(moments[0], outer)
-                shrinkage = choose_shrinkage(scaled, moments[1], outer, kept, shape.rank, root)
+                scaled = scale_moments(fit, outer)
+                shrinkage = choose_shrinkage(scaled, moments[HELD_OUT], outer, kept, shape.rank, root)
                 del scaled
-                moments[0].add(moments.pop())  # the strength is chosen: the weights are fitted on all rows
-                fitted = fit_shape(
-                    moments[0], bias, outer, shape, candidates.orders, root, candidates.ridges, shrinkage
-                )
+                fit.add(moments.pop(HELD_OUT))  # the strength is chosen: the weights are fitted on all rows
+                fitted = fit_shape(fit, bias, outer, shape, candidates.orders, root, candidates.ridges, shrinkage)
                 fits[block.index] = self.make_module(candidates, shape, fitted)
                 weights = pack_weights(fits[block.index], self.dtype) | {GAIN: torch.tensor(gain or 0.0)}
                 self.store.cache.keep(keys[block.index], weights)

@@ -24,7 +24,7 @@ from compressor.models.branches import AttentionOf, BranchIndex, branch_of
 from compressor.models.heads import Heads, anchor_layers, find_heads, record_attention
 from compressor.models.layer_states import LayerStates
 from compressor.models.neurons import Neurons, find_neurons
-from compressor.models.residual import CALIBRATION_PARTS, Stream
+from compressor.models.residual import CALIBRATION_PARTS, FITTING, GUARD, HELD_OUT, Stream
 from compressor.models.source import identify
 from compressor.plan.candidates import (
     BlockCandidates,
@@ -61,7 +61,7 @@ class MomentsStore:
         self.layers = find_blocks(model)
         self.blocks = {block.index: block for block in find_branches(model) if block.index in units}
         self.anchors = anchor_layers(model)
-        self.identity, self.text_sha256 = identify(model), text.calibration_sha256
+        self.identity, self.text_sha256 = identify(model), text.fitted_sha256
         self.states = LayerStates(model, self.layers, text, context.batch_size)
 
     def key(self, kind: str, block: Block, **more: Any) -> dict[str, Any]:
@@ -164,6 +164,8 @@ class SurveyCollector:
     With `only`, these blocks are surveyed again, whatever the cache has.
     """
 
+    parts = CALIBRATION_PARTS
+
     def __init__(self, store: MomentsStore, only: list[Block] | None = None) -> None:
         self.store, self.only = store, only
         self.device = moments_device(store.model)
@@ -196,10 +198,12 @@ class SurveyCollector:
         merge_processes(self.moments[block.index, part], owner)
         if owner != distributed.rank():
             del self.moments[block.index, part]
+        elif part == GUARD:
+            self.moments[block.index, FITTING].add(self.moments.pop((block.index, part)))
 
     def end_part(self, group: Sequence[Block], part: str) -> None:
         """After the held-out windows: every owner surveys its block, and all are stored."""
-        if part != CALIBRATION_PARTS[1]:
+        if part != HELD_OUT:
             return
         store = self.store
         gradients = {block.index: store.load_gradients(block) for block in group}
@@ -214,7 +218,7 @@ class SurveyCollector:
 
     def pack(self, block: Block) -> Tensors:
         """The moments of all rows, on which replacements are fitted once the ridges are chosen."""
-        fit, held = (self.moments[block.index, part] for part in CALIBRATION_PARTS)
+        fit, held = (self.moments[block.index, part] for part in (FITTING, HELD_OUT))
         whole = deepcopy(fit)
         whole.add(held)
         return pack_moments(whole)
@@ -222,7 +226,7 @@ class SurveyCollector:
     def survey(self, block: Block, gradients: Tensors) -> Tensors:
         """What could stand in for the block. Its moments, which are on disk now, are freed on the way."""
         units = self.store.units[block.index]
-        fit, held = (self.moments.pop((block.index, part)) for part in CALIBRATION_PARTS)
+        fit, held = (self.moments.pop((block.index, part)) for part in (FITTING, HELD_OUT))
         rows = Gradients(**{name: rows.to(self.device) for name, rows in gradients.items()})
         return survey_block(block, units, output_bias(block, units, self.device), fit, held, rows)
 
@@ -365,12 +369,14 @@ def collect_moments(
     no x: a replacement that only keeps neurons has no use for it.
     """
     width = block.width if inputs else 0
-    moments = empty_moments(block, units, device, inputs=inputs, outputs=block.width if goal else 0)
+    moments = empty_moments(block, units, device, inputs=inputs, outputs=0 if goal is None else block.width)
     goals = iter(goal or [])
 
     def add(_: Block, rows: Rows) -> None:
         x, a = rows.x.to(device), rows.a.to(device)
-        lack = (next(goals).to(device).reshape(rows.h.shape) - rows.h.to(device)) / gain if goal else x[:, :0]
+        lack = x[:, :0]
+        if goal is not None:
+            lack = (next(goals).to(device).reshape(rows.h.shape) - rows.h.to(device)) / gain
         moments.add_neurons(x[:, :width], a, lack, row_weights(rows.h).to(device))
 
     with capture_rows(model, [block], add, {block.index: units.outer_path} if units else None):

@@ -21,6 +21,7 @@ from torch import Tensor
 from compressor.runtime.errors import InputError
 from compressor.runtime.names import (
     CALIBRATION_TOKENS,
+    GUARD,
     SELECTION_TOKENS,
     SELF,
     SPLITS,
@@ -29,6 +30,7 @@ from compressor.runtime.names import (
     split_name,
 )
 from compressor.text.documents import Document, thin
+from compressor.text.guard import draw_guard, usual_words
 from compressor.text.sources import absolute, read_splits
 
 SPARE_PER_SELECTION = 2  # spare windows for each selection window
@@ -74,7 +76,11 @@ class Split:
 
     @property
     def sha256(self) -> str:
-        return hashlib.sha256(self.windows.numpy().astype("<i8").tobytes()).hexdigest()
+        return hash_windows(self.windows)
+
+
+def hash_windows(windows: Tensor) -> str:
+    return hashlib.sha256(windows.numpy().astype("<i8").tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,7 @@ class Text:
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # name → selection and verification windows
     healing: Split | None = None  # for training, from the part that calibration is from; texts alternate
     spare: Split | None = None  # of that part too, windows that nothing is fitted on, text after text
+    guard: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.long))  # see `compressor.text.guard`
     settings: dict[str, Any] = field(default_factory=dict)  # how it was read, as keys of a recipe
 
     def __post_init__(self) -> None:
@@ -129,6 +136,14 @@ class Text:
         return hashlib.sha256(f"{self.calibration.sha256} {self.is_held_out.tolist()}".encode()).hexdigest()
 
     @property
+    def fitted_sha256(self) -> str:
+        """A hash of all that replacements are fitted on and chosen by: the same, and the guard windows."""
+        if not len(self.guard):
+            return self.calibration_sha256
+        guard = hash_windows(self.guard)
+        return hashlib.sha256(f"{self.calibration_sha256} {guard}".encode()).hexdigest()
+
+    @property
     def fitting(self) -> Tensor:
         """The calibration windows that replacements are fitted on."""
         return self.calibration.windows[~self.is_held_out]
@@ -147,6 +162,7 @@ def load_text(
     calib_tokens: int = CALIBRATION_TOKENS,
     select_tokens: int = SELECTION_TOKENS,
     verify_tokens: int = VERIFICATION_TOKENS,
+    guard: float = GUARD,
     heal_tokens: int = 0,
     document_separator: str | None = None,
     seed: int = 0,
@@ -164,6 +180,7 @@ def load_text(
     `heal_tokens` asks for further windows to train on, from the part of the calibration windows, which may be among
     them; a text with fewer gives what it has, and several texts give equally many.
     Spare windows are drawn from that part too, behind the calibration windows; there may be fewer of them, or none.
+    `guard` windows of random words, as a share of those that are fitted on, are fitted on beside them.
     """
     if seq_len < 2:
         raise InputError(f"--seq-len must be at least 2, got {seq_len}; try --seq-len 256")
@@ -205,10 +222,15 @@ def load_text(
         "calib_tokens": calib_tokens,
         "select_tokens": select_tokens,
         "verify_tokens": verify_tokens,
+        "guard": guard,
         **({"document_separator": document_separator} if document_separator else {}),
         "seed": seed,
     }
-    return Text(calibration, selection, verification, counts, healing, spare, settings)
+    whole = Text(calibration, selection, verification, counts, healing, spare, settings=settings)
+    if not guard:
+        return whole
+    vocabulary = usual_words(tokenizer)
+    return replace(whole, guard=draw_guard(vocabulary, whole.fitting, guard, seed_of(seed, "guard")))
 
 
 def name_again(word: str) -> str:

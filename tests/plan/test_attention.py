@@ -23,7 +23,7 @@ from compressor.measure.profile import measure, row_weights
 from compressor.modeling_compressor import KeptHeads, Replacement
 from compressor.models.blocks import AttentionOf, Block, BranchIndex, Rows, backbone, capture_rows, find_branches
 from compressor.models.heads import Heads, anchor_layers
-from compressor.models.residual import calibration_streams, measure_stream_gain, open_stream
+from compressor.models.residual import FITTING, HELD_OUT, calibration_streams, measure_stream_gain, open_stream
 from compressor.patch.checkpoint import count_parameters
 from compressor.patch.tree import patched
 from compressor.pipelines.recipe import Recipe, dump, resolve
@@ -239,9 +239,9 @@ def test_predicted_damage_is_that_of_the_rows(family: str) -> None:
     assert isinstance(units, Heads)
     g = gradients_by_autograd(model, block, TEXT.held_out)
     original = captured(model, THIRD, TEXT.held_out)
-    streams = calibration_streams(model, store.layers, TEXT, 8)
+    streams = calibration_streams(model, store.layers, TEXT, 8, parts=(FITTING, HELD_OUT))
     moments = []
-    for stream in streams:
+    for stream in streams.values():
         stream.advance(2)
         moments.append(collect_moments(model, block, units, stream, stream.states[0].device))
     outer, bias = output_weights(block, units, g.device), output_bias(block, units, g.device)

@@ -21,7 +21,7 @@ from compressor.measure.profile import measure, row_weights
 from compressor.measure.verdicts import Verdict
 from compressor.modeling_compressor import Replacement
 from compressor.models.blocks import Block, Rows, backbone, capture_rows, find_blocks, find_branches
-from compressor.models.residual import calibration_streams
+from compressor.models.residual import FITTING, calibration_streams
 from compressor.patch.tree import patched
 from compressor.plan import fit
 from compressor.plan.api import fit_shapes, make_planner
@@ -452,7 +452,7 @@ def test_replacements_are_fitted_on_all_rows_once_their_strength_is_chosen(
     if compensated:
         return
     block = find_blocks(model)[0]
-    fitting = calibration_streams(model, store.layers, text, 8)[0]
+    fitting = calibration_streams(model, store.layers, text, 8)[FITTING]
     some = collect_moments(model, block, store.units[0], fitting, fitter.device)
     assert some.rows == text.fitting.numel()
     chosen, outer, bias, root = fitter.prepare_block(0)
