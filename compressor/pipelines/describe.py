@@ -66,6 +66,8 @@ def describe_split(split: Split) -> parts.TextSplit:
 
 def describe_text(text: Text) -> parts.Texts:
     splits = {name: describe_split(getattr(text, name)) for name in SPLITS}
+    if len(text.guard):
+        splits["guard"] = describe_split(Split(text.guard, "random words"))
     return parts.Texts(**splits, seq_len=text.seq_len, names=list(text.counts))
 
 

@@ -157,7 +157,8 @@ def open_job(
     recipe = settle_healing(recipe, model, context)
     asked = recipe.calib_tokens
     writer = Writer(model, tokenizer, context, sample_only)
-    text, recipe = open_text(recipe, model, tokenizer, context, heal_tokens=recipe.heal or 0, writer=writer)
+    guard, heal = recipe.guard if with_choices else 0.0, recipe.heal or 0
+    text, recipe = open_text(recipe, model, tokenizer, context, guard=guard, heal_tokens=heal, writer=writer)
     advise_batches(text, context)
     advise_windows(text, context)
     other_recipe = recipe.model_copy(update={"calib_tokens": asked})
@@ -270,12 +271,14 @@ def open_text(
     tokenizer: Any,
     run: RunContext,
     *,
+    guard: float = 0.0,
     heal_tokens: int = 0,
     writer: Writer | None = None,
 ) -> tuple[Text, Recipe]:
     """The text in windows that the model can take, and the recipe with what was chosen for it.
 
-    `writer` writes `--text self`; without one this model does.
+    `guard` windows are only of use to a search for replacements. `writer` writes `--text self`; without one this model
+    does.
     """
     seq_len = choose_seq_len(recipe, model)
     names = [name_again(word) for word in choose_text(recipe, model, run)]
@@ -289,7 +292,7 @@ def open_text(
             calib_tokens=tokens,
             select_tokens=recipe.select_tokens,
             verify_tokens=recipe.verify_tokens,
-            guard=recipe.guard,
+            guard=guard,
             heal_tokens=heal_tokens,
             document_separator=read_escapes(recipe.document_separator),
             seed=recipe.seed,
@@ -305,6 +308,7 @@ def open_text(
     rows = model.get_input_embeddings().weight.shape[0]
     if largest >= rows:
         raise InputError(f"the tokenizer gives token {largest}, but the model has only {rows} embeddings")
+    text = replace(text, guard=text.guard.clamp(max=rows - 1))  # a vocabulary may go beyond what text ever uses
     prompts = absolute(recipe.prompts) if recipe.prompts else None
     cross = absolute(recipe.cross) if recipe.cross else None
     resolved = {"model": source_of(model).model, "text": names, "seq_len": seq_len, "prompts": prompts, "cross": cross}

@@ -89,7 +89,7 @@ class DryRunRecord(Part):
 def dry_run_lines(record: DryRunRecord) -> list[str]:
     """What would be done, on what, how long, with what, and how small it may get."""
     text, resources, size = record.text, record.resources, record.size
-    splits = {name: getattr(text, name) for name in ("calibration", "selection", "verification")}
+    splits = {name: getattr(text, name) for name in ("calibration", "guard", "selection", "verification")}
     tokens = " / ".join(f"{name} {split.tokens:,}" for name, split in splits.items() if split is not None)
     names = f" of {', '.join(text.names)}" if len(text.names) > 1 else ""
     tasks = "".join(f", {name} ({count(documents, 'document')})" for name, documents in record.tasks.items())

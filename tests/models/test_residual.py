@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from conftest import Compress
 from planted import FFNS, random_text
-from zoo import COUPLED, FAMILIES, UNUSUAL, tiny_model, tiny_tokenizer, tokens
+from zoo import COUPLED, FAMILIES, UNUSUAL, VOCAB, tiny_model, tiny_tokenizer, tokens
 
 from compressor.measure.profile import measure
 from compressor.models.blocks import Block, backbone, find_blocks, hidden_states_of
@@ -22,6 +23,7 @@ from compressor.runtime.cache import Cache, Tensors
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.runtime.progress import Progress
+from compressor.text.guard import draw_guard
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -213,6 +215,7 @@ def test_a_pass_that_was_killed_goes_on_at_the_layer_where_it_was_kept(
     work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, text = tiny_model("llama", num_hidden_layers=6), random_text()
+    text = replace(text, guard=draw_guard(torch.arange(VOCAB), text.fitting, share=0.5, seed=0))
     blocks = find_blocks(model)
     monkeypatch.setattr("compressor.models.residual.SAVE_SECONDS", 0.0)
 
@@ -225,8 +228,9 @@ def test_a_pass_that_was_killed_goes_on_at_the_layer_where_it_was_kept(
 
     whole, expected = runs_of(model, blocks, lambda: do(Cache(tmp_path / "whole", Progress())))
     dying = Dying(tmp_path / "killed", Progress())
-    # Per block: what is found of it (of a survey also its moments) and two streams; a survey's gradients come first.
-    dying.left = 4 * 3 if work == "measure" else len(blocks) + 4 * 4
+    # Per block: what is found of it and two streams; of a survey also its moments and a stream of the guard windows.
+    # Its gradients come first.
+    dying.left = 4 * 3 if work == "measure" else len(blocks) + 4 * 5
     with pytest.raises(Killed):
         do(dying)
     again, resumed = runs_of(model, blocks, lambda: do(Cache(tmp_path / "killed", Progress())))
