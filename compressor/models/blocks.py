@@ -356,7 +356,7 @@ def capture_rows(
             receive(block, Rows(x=x, y=y, h=h.reshape(-1, h.shape[-1]), a=inner_inputs.pop(block.index, y)))
 
         def before_inner(_: nn.Module, args: Any, block: Block = block) -> None:
-            inner_inputs[block.index] = args[0].reshape(-1, args[0].shape[-1])
+            inner_inputs[block.index] = args[0].flatten(0, -2)
 
         if inner_paths and block.index in inner_paths:
             handles.append(model.get_submodule(inner_paths[block.index]).register_forward_pre_hook(before_inner))

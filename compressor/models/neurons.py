@@ -95,9 +95,9 @@ class Neurons:
 
 @torch.no_grad()
 def find_neurons(model: nn.Module, block: Block) -> Neurons | None:
-    """The block's neurons, or None when the block has neither of the two forms."""
+    """The block's neurons, or None when the block has none left, or neither of the two forms."""
     matrices = list_matrices(model, block)
-    if not matrices:
+    if not matrices or not all(module.weight.numel() for _, module in matrices):
         return None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(PROBE_ROWS, block.width, generator=generator).to(placement_of(model, block)["device"])

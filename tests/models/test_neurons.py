@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import SMALL, Compress
 from planted import FFNS, LinearFFN, WildFFN, planted_model, random_text
 from torch import nn
-from zoo import FAMILIES, WIDTH, logits, tiny_model
+from zoo import FAMILIES, WIDTH, logits, tiny_model, tiny_tokenizer
 
 from compressor.models.blocks import Rows, capture_rows, find_blocks
 from compressor.models.neurons import find_neurons
@@ -65,6 +66,21 @@ def test_a_block_that_is_built_otherwise_has_none_and_is_surveyed_all_the_same()
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_a_model_whose_ffns_lost_all_neurons_can_still_lose_attention(
+    tmp_path: Path, compress: Compress, corpus: Path
+) -> None:
+    model = tiny_model("llama", intermediate_size=0)
+    assert all(find_neurons(model, block) is None for block in find_blocks(model))
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    options = ("--text", corpus, *SMALL, "--max-dppl", "100", "--no-cache", "--out", tmp_path / "out")
+    refused = compress(tmp_path / "model", *options)
+    assert refused.code == 1, refused.err
+    assert "none saves parameters" in refused.err
+    done = compress(tmp_path / "model", *options, "--branches", "all")
+    assert done.code == 0, done.err
+
+
 def test_one_gelu_is_told_from_another_in_any_precision(family: str, dtype: torch.dtype) -> None:
     """The exact gelu and the one by tanh differ by less than bfloat16 rounds."""
     for activation, tanh in (("gelu", False), ("gelu_new", True)):
