@@ -64,8 +64,6 @@ def test_a_block_that_is_built_otherwise_has_none_and_is_surveyed_all_the_same()
     assert surveys[0].damage.linear < 1e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_a_model_whose_ffns_lost_all_neurons_can_still_lose_attention(
     tmp_path: Path, compress: Compress, corpus: Path
 ) -> None:
@@ -81,6 +79,8 @@ def test_a_model_whose_ffns_lost_all_neurons_can_still_lose_attention(
     assert done.code == 0, done.err
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_one_gelu_is_told_from_another_in_any_precision(family: str, dtype: torch.dtype) -> None:
     """The exact gelu and the one by tanh differ by less than bfloat16 rounds."""
     for activation, tanh in (("gelu", False), ("gelu_new", True)):
