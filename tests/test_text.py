@@ -526,13 +526,15 @@ def test_there_are_as_many_spare_windows_as_the_shortest_text_has_left(tmp_path:
     assert text.spare_ratio == 0
 
 
-def test_guard_windows_are_words_of_the_vocabulary_beside_the_same_text(file: Path) -> None:
+def test_guard_windows_are_random_words_and_the_built_in_mix_beside_the_same_text(file: Path) -> None:
     plain, guarded = (load_text(file, Bytes(), **SIZES, guard=share) for share in (0.0, 0.25))
     assert splits(plain) == splits(guarded)
     assert len(plain.guard) == 0
     assert guarded.guard.shape == (10, 16)  # of 40 windows that are fitted on
     assert 0 not in guarded.guard  # a special token
     assert int(guarded.guard.max()) < 256
+    mix = "".join(document.content for document in sources.read_splits(["mix"], None)[0]).encode()  # its first part
+    assert [bytes(window) in mix for window in guarded.guard.tolist()] == [False] * 5 + [True] * 5
     assert plain.fitted_sha256 == plain.calibration_sha256 == guarded.calibration_sha256 != guarded.fitted_sha256
     assert torch.equal(guarded.guard, load_text(file, Bytes(), **SIZES, guard=0.25).guard)
     assert not torch.equal(guarded.guard, load_text(file, Bytes(), **SIZES, guard=0.25, seed=1).guard)

@@ -26,8 +26,10 @@ from compressor.runtime.errors import BudgetError
 from compressor.runtime.names import GUARD
 from compressor.runtime.progress import Progress
 from compressor.text import Split, Text
-from compressor.text.guard import draw_guard
+from compressor.text.guard import draw_words
 from peer_methods.common import BATCH, Inapplicable, Subject, share_copy
+
+WORDS = GUARD / 2  # windows of random words for each fitted one, as many as `compress` has
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,9 @@ class Ours:
     branches: tuple[str, ...]
     cache: Path | None = None
     heal_tokens: int = 0
-    guard: float = GUARD  # windows of random words for each that is fitted on
 
     def __call__(self, subject: Subject, parameters: int) -> Any:
-        fits = find_plan(subject, parameters, self.branches, self.cache, self.guard)
+        fits = find_plan(subject, parameters, self.branches, self.cache)
         if self.heal_tokens:
             fits = self.train(subject, fits)
         changed = share_copy(subject.model)
@@ -49,7 +50,7 @@ class Ours:
 
     def train(self, subject: Subject, fits: Replacements) -> Replacements:
         assert subject.healing is not None
-        text = replace(split_calibration(subject, self.guard), healing=Split(subject.healing, "healing"))
+        text = replace(split_calibration(subject), healing=Split(subject.healing, "healing"))
         branches = find_branches(subject.model)
         settings = HealSettings.for_width(self.heal_tokens, branches[0].width)
         return heal(subject.model, branches, fits, text, settings, make_context(self.cache)).fits
@@ -61,36 +62,32 @@ def make_context(directory: Path | None) -> RunContext:
     return RunContext(cache=Cache(directory, progress), batch_size=BATCH, progress=progress)
 
 
-def split_calibration(subject: Subject, guard: float) -> Text:
-    """Five sixths of the calibration windows to fit on, one to try plans on; no other text is seen.
+def split_calibration(subject: Subject) -> Text:
+    """Five of six calibration windows to fit on, every sixth to try plans on; no other text is seen.
 
-    Guard windows are of random words, which need no text.
+    Guard windows are of random words alone, which need no text.
     """
-    cut = len(subject.windows) * 5 // 6
-    parts = (Split(part, "calibration") for part in (subject.windows[:cut], subject.windows[cut:]))
+    sixth = torch.arange(len(subject.windows)) % 6 == 5
+    parts = (Split(subject.windows[part], "calibration") for part in (~sixth, sixth))
     calibration, selection = parts
     text = Text(calibration, selection, selection)
     vocabulary = torch.arange(len(subject.model.get_input_embeddings().weight))
-    return replace(text, guard=draw_guard(vocabulary, text.fitting, guard, seed=0))
+    return replace(text, guard=draw_words(vocabulary, round(WORDS * len(text.fitting)), text.fitting, seed=0))
 
 
 @cache
-def survey(
-    subject: Subject, branches: tuple[str, ...], directory: Path | None, guard: float
-) -> tuple[SearchSpace, Profile]:
+def survey(subject: Subject, branches: tuple[str, ...], directory: Path | None) -> tuple[SearchSpace, Profile]:
     """What the searches for all sizes stand on."""
-    text, context = split_calibration(subject, guard), make_context(directory)
+    text, context = split_calibration(subject), make_context(directory)
     space = prepare_search(subject.model, text, context, Choices(branches=branches))
     return space, measure(subject.model, text, context, branches=branches)
 
 
 @cache
-def find_plan(
-    subject: Subject, parameters: int, branches: tuple[str, ...], directory: Path | None, guard: float
-) -> Replacements:
+def find_plan(subject: Subject, parameters: int, branches: tuple[str, ...], directory: Path | None) -> Replacements:
     """The replacements of the cheapest plan that removes so many parameters."""
-    space, profile = survey(subject, branches, directory, guard)
-    budgets = parse_budgets(None, split_calibration(subject, guard).counts, make_context(directory).confidence)
+    space, profile = survey(subject, branches, directory)
+    budgets = parse_budgets(None, split_calibration(subject).counts, make_context(directory).confidence)
     planner = make_planner(space, profile, budgets, objective="size")
     target = SizeTarget(Removal.parse(parameters), count_parameters(subject.model))
     try:

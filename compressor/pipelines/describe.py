@@ -67,7 +67,7 @@ def describe_split(split: Split) -> parts.TextSplit:
 def describe_text(text: Text) -> parts.Texts:
     splits = {name: describe_split(getattr(text, name)) for name in SPLITS}
     if len(text.guard):
-        splits["guard"] = describe_split(Split(text.guard, "random words"))
+        splits["guard"] = describe_split(Split(text.guard, "mix and random words"))
     return parts.Texts(**splits, seq_len=text.seq_len, names=list(text.counts))
 
 

@@ -47,7 +47,7 @@ class Texts(Part):
     calibration: TextSplit | None = None
     selection: TextSplit | None = None
     verification: TextSplit
-    guard: TextSplit | None = None  # random words that replacements were fitted on too
+    guard: TextSplit | None = None  # what replacements were fitted on beside it
     seq_len: int = 0
     names: list[str] = Field(default_factory=list)
 

@@ -24,7 +24,7 @@ HUB_SPLITS = ("train", "validation", "test")
 NO_LIMIT = "no limit"  # on perplexity, where only a size was asked for
 UNNAMED = "text"  # all texts that the user gave no name
 CALIBRATION_TOKENS, SELECTION_TOKENS, VERIFICATION_TOKENS = 24_576, 8_192, 16_384
-GUARD = 0.125  # guard windows for each fitted one
+GUARD = 0.25  # guard windows for each fitted one
 
 LOAD, WRITE = "load", "write"  # steps of a command that have no bar
 

@@ -1,8 +1,8 @@
-"""Guard windows: random words of the vocabulary that replacements are fitted on beside the calibration text.
+"""Guard windows: what replacements are fitted on beside the calibration text, so that they hold elsewhere too.
 
-A neuron that answers to words which the text happens not to have looks useless there, and goes first; text of another
-kind then breaks. Random words ask every neuron for its answer, in a share of the rows that the text can spare, and need
-no other text.
+A neuron that answers to what the text happens not to have looks useless there, and goes first; text of another kind
+then breaks. Half of the guard windows are of the built-in mix of prose, dialogue, code and structured text, the others
+of random words of the vocabulary, which ask every neuron of the first layers for its answer.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ def usual_words(tokenizer: Any) -> Tensor:
     return ids[~torch.isin(ids, torch.tensor(tokenizer.all_special_ids, dtype=torch.long))]
 
 
-def draw_guard(words: Tensor, windows: Tensor, share: float, seed: int) -> Tensor:
-    """Windows of random words, `share` as many as the given windows, which begin as these do if all begin alike."""
-    count = round(share * len(windows))
+def draw_words(words: Tensor, count: int, like: Tensor, seed: int) -> Tensor:
+    """So many windows of random words, as long as those of a text, which begin as these do if all begin alike."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = words[torch.randint(len(words), (count, windows.shape[1]), generator=generator)]
-    first = windows[:, 0]
+    drawn = words[torch.randint(len(words), (count, like.shape[1]), generator=generator)]
+    first = like[:, 0]
     if bool((first == first[0]).all()):
         drawn[:, 0] = first[0]
     return drawn

@@ -22,6 +22,7 @@ from compressor.runtime.errors import InputError
 from compressor.runtime.names import (
     CALIBRATION_TOKENS,
     GUARD,
+    MIX,
     SELECTION_TOKENS,
     SELF,
     SPLITS,
@@ -30,7 +31,7 @@ from compressor.runtime.names import (
     split_name,
 )
 from compressor.text.documents import Document, thin
-from compressor.text.guard import draw_guard, usual_words
+from compressor.text.guard import draw_words, usual_words
 from compressor.text.sources import absolute, read_splits
 
 SPARE_PER_SELECTION = 2  # spare windows for each selection window
@@ -180,12 +181,12 @@ def load_text(
     `heal_tokens` asks for further windows to train on, from the part of the calibration windows, which may be among
     them; a text with fewer gives what it has, and several texts give equally many.
     Spare windows are drawn from that part too, behind the calibration windows; there may be fewer of them, or none.
-    `guard` windows of random words, as a share of those that are fitted on, are fitted on beside them.
+    `guard` windows, as a share of those that are fitted on, are fitted on beside them: see `compressor.text.guard`.
     """
     if seq_len < 2:
         raise InputError(f"--seq-len must be at least 2, got {seq_len}; try --seq-len 256")
-    words = [str(name) for name in ([text] if isinstance(text, (str, Path)) else text)]
-    groups = group_by_name(words)
+    given = [str(name) for name in ([text] if isinstance(text, (str, Path)) else text)]
+    groups = group_by_name(given)
     minimum = {"calib": HELD_OUT_EVERY * len(groups), "select": 1, "verify": 2}  # windows; an interval needs two
     token_counts = {"calib": calib_tokens, "select": select_tokens, "verify": verify_tokens}
     for name, tokens in token_counts.items():
@@ -217,7 +218,7 @@ def load_text(
         spare = join_splits(drawn, source, alternate=False)
     counts = dict.fromkeys(groups, (window_counts[1], window_counts[2]))
     settings = {
-        "text": [name_again(word) for word in words],
+        "text": [name_again(word) for word in given],
         "seq_len": seq_len,
         "calib_tokens": calib_tokens,
         "select_tokens": select_tokens,
@@ -229,8 +230,11 @@ def load_text(
     whole = Text(calibration, selection, verification, counts, healing, spare, settings=settings)
     if not guard:
         return whole
-    vocabulary = usual_words(tokenizer)
-    return replace(whole, guard=draw_guard(vocabulary, whole.fitting, guard, seed_of(seed, "guard")))
+    count, guard_seed = round(guard * len(whole.fitting)), seed_of(seed, "guard")
+    reader = Reader([MIX], tokenizer, seq_len, None, None, seed)
+    others = reader.fill(read_splits([MIX], None)[0], SPLITS[0], count // 2, guard_seed).draw(count // 2).windows
+    words = draw_words(usual_words(tokenizer), count - len(others), whole.fitting, guard_seed)
+    return replace(whole, guard=torch.cat([words, others]))
 
 
 def name_again(word: str) -> str:

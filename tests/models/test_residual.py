@@ -23,7 +23,7 @@ from compressor.runtime.cache import Cache, Tensors
 from compressor.runtime.context import RunContext
 from compressor.runtime.errors import InputError
 from compressor.runtime.progress import Progress
-from compressor.text.guard import draw_guard
+from compressor.text.guard import draw_words
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -215,7 +215,7 @@ def test_a_pass_that_was_killed_goes_on_at_the_layer_where_it_was_kept(
     work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, text = tiny_model("llama", num_hidden_layers=6), random_text()
-    text = replace(text, guard=draw_guard(torch.arange(VOCAB), text.fitting, share=0.5, seed=0))
+    text = replace(text, guard=draw_words(torch.arange(VOCAB), 24, text.fitting, seed=0))
     blocks = find_blocks(model)
     monkeypatch.setattr("compressor.models.residual.SAVE_SECONDS", 0.0)
 

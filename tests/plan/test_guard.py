@@ -18,7 +18,7 @@ from compressor.plan.moments_store import open_store
 from compressor.plan.shapes import Shape
 from compressor.runtime.context import RunContext
 from compressor.text import Split, Text
-from compressor.text.guard import draw_guard
+from compressor.text.guard import draw_words
 
 RARE = 8  # neurons that only unseen words excite
 SEEN = VOCAB // 2  # words from here on are not in the text
@@ -45,7 +45,9 @@ def text_of_seen_words(guard: float) -> Text:
     text = random_text()
     few = [Split(split.windows % SEEN, "seen words") for split in (text.calibration, text.selection, text.verification)]
     whole = Text(*few)
-    return replace(whole, guard=draw_guard(torch.arange(VOCAB), whole.fitting, guard, seed=0))
+    return replace(
+        whole, guard=draw_words(torch.arange(VOCAB), round(guard * len(whole.fitting)), whole.fitting, seed=0)
+    )
 
 
 def first_rows(model: Any, windows: Tensor) -> Rows:
@@ -75,7 +77,7 @@ def test_neurons_that_only_unseen_words_excite_are_kept(compensated: bool) -> No
 
 def test_the_profile_does_not_see_guard_windows() -> None:
     model, text = tiny_model("gpt2"), text_of_seen_words(0.0)
-    guarded = replace(text, guard=draw_guard(torch.arange(VOCAB), text.fitting, 1.0, seed=0))
+    guarded = replace(text, guard=draw_words(torch.arange(VOCAB), 48, text.fitting, seed=0))
     seen: list[int] = []
     handle = model.transformer.h[1].register_forward_hook(lambda _, args, __: seen.append(len(args[0])))
     profiles, windows = [], []
@@ -90,22 +92,22 @@ def test_the_profile_does_not_see_guard_windows() -> None:
 
 def test_fits_on_other_guard_windows_are_not_taken_from_the_cache() -> None:
     text = text_of_seen_words(0.25)
-    other = replace(text, guard=draw_guard(torch.arange(VOCAB), text.fitting, 0.25, seed=1))
+    other = replace(text, guard=draw_words(torch.arange(VOCAB), 12, text.fitting, seed=1))
     model = tiny_model("llama")
     keys = [open_store(model, each, RunContext(), FFNS).text_sha256 for each in (text, other, text_of_seen_words(0.0))]
     assert len(set(keys)) == 3
     assert text.calibration_sha256 == other.calibration_sha256 == keys[2]
 
 
-def test_guard_windows_begin_as_the_text_does_and_hold_words_alone() -> None:
+def test_windows_of_random_words_begin_as_the_text_does() -> None:
     words = torch.tensor([3, 5, 9])
     windows = torch.tensor([[1, 20, 21, 22]] * 10)
-    drawn = draw_guard(words, windows, 0.5, seed=0)
+    drawn = draw_words(words, 5, windows, seed=0)
     assert drawn.shape == (5, 4)
     assert (drawn[:, 0] == 1).all()
     assert set(drawn[:, 1:].unique().tolist()) == {3, 5, 9}
-    assert torch.equal(drawn, draw_guard(words, windows, 0.5, seed=0))
-    assert not torch.equal(drawn, draw_guard(words, windows, 0.5, seed=1))
+    assert torch.equal(drawn, draw_words(words, 5, windows, seed=0))
+    assert not torch.equal(drawn, draw_words(words, 5, windows, seed=1))
     windows[0, 0] = 2
-    assert set(draw_guard(words, windows, 0.5, seed=0)[:, 0].tolist()) <= {3, 5, 9}
-    assert len(draw_guard(words, windows, 0.0, seed=0)) == 0
+    assert set(draw_words(words, 5, windows, seed=0)[:, 0].tolist()) <= {3, 5, 9}
+    assert len(draw_words(words, 0, windows, seed=0)) == 0
