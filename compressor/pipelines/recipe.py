@@ -213,8 +213,8 @@ class Recipe(BaseModel):
     )
     guard: Annotated[float, Field(ge=0, le=4)] = Field(
         default=GUARD,
-        description="tokens of other kinds (the built-in mix, random words) to fit on too, for each of the text, so that "
-        "what it never shows is kept; 0 = none",
+        description="tokens of other kinds (the built-in mix, random words) to fit on too, for each of the text, so "
+        "that what it never shows is kept; 0 = none",
     )
     select_tokens: Count = Field(default=SELECTION_TOKENS, description="tokens to search on")
     verify_tokens: Count = Field(default=VERIFICATION_TOKENS, description="tokens to report on")
