@@ -81,7 +81,7 @@ def cut_windows(files: Iterable[Path], tokenizer: Any, seq_len: int, part: tuple
         text = text[round(part[0] * len(text)) : round(part[1] * len(text))]
         ids, body = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], seq_len - len(prefix)
         rows += [prefix + ids[start : start + body] for start in range(0, len(ids) - body + 1, body)]
-    return torch.tensor(rows).reshape(-1, seq_len)
+    return torch.tensor(rows, dtype=torch.long).reshape(-1, seq_len)
 
 
 def choose(windows: Tensor, tokens: int, what: str, *, spread: bool, beside: Iterable[int] = ()) -> list[int]:

@@ -260,7 +260,7 @@ def test_huge_text_is_not_tokenised_whole(tmp_path: Path) -> None:
             return super().__call__(text, **options)
 
     (tmp_path / "huge.txt").write_text(numbered(200_000), encoding="utf-8")
-    text = load_text(tmp_path / "huge.txt", Counting(), **SIZES)
+    text = load_text(tmp_path / "huge.txt", Counting(), **SIZES, guard=0)
     assert sum(seen) <= CHARACTERS_PER_TOKEN * 1280 + 10
     assert text.verification.tokens == 320
     assert max(int(line[7:15]) for line in lines(text.verification.windows) if line.startswith("x line")) > 100_000
@@ -344,7 +344,7 @@ def test_a_separator_that_is_nowhere(file: Path) -> None:
 @pytest.mark.parametrize("heal", [160, 1600, 3200, 10**6])
 def test_healing_windows_are_of_the_calibration_part(file: Path, heal: int) -> None:
     """As many as asked for, or all that the part has; every other split is as it is without them."""
-    plain, text = load_text(file, Bytes(), **SIZES), load_text(file, Bytes(), **SIZES, heal_tokens=heal)
+    plain, text = (load_text(file, Bytes(), **SIZES, heal_tokens=n, guard=0) for n in (0, heal))
     assert plain.healing is None
     assert splits(plain) == splits(text)
     assert text.healing is not None
@@ -359,14 +359,14 @@ def test_healing_windows_are_of_the_calibration_part(file: Path, heal: int) -> N
 def test_several_texts_give_equally_many_healing_windows(tmp_path: Path) -> None:
     for name, count in (("a", 400), ("b", 200)):
         (tmp_path / name).write_text(numbered(count, name), encoding="utf-8")
-    text = load_text([f"{name}={tmp_path / name}" for name in "ab"], Bytes(), **SIZES, heal_tokens=10**6)
+    text = load_text([f"{name}={tmp_path / name}" for name in "ab"], Bytes(), **SIZES, heal_tokens=10**6, guard=0)
     assert text.healing is not None
     assert "".join(line[0] for line in lines(text.healing.windows)) == "ab" * 100  # the smaller one has 100
 
 
 def test_healing_of_a_subsampled_text_leaves_calibration_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "long").write_text(numbered(20_000), encoding="utf-8")
-    plain, text = (load_text(tmp_path / "long", Bytes(), **SIZES, heal_tokens=n) for n in (0, 16 * 5000))
+    plain, text = (load_text(tmp_path / "long", Bytes(), **SIZES, heal_tokens=n, guard=0) for n in (0, 16 * 5000))
     assert splits(plain) == splits(text)
     assert text.healing is not None
     assert text.healing.tokens == 16 * 5000
@@ -538,3 +538,14 @@ def test_guard_windows_are_random_words_and_the_built_in_mix_beside_the_same_tex
     assert plain.fitted_sha256 == plain.calibration_sha256 == guarded.calibration_sha256 != guarded.fitted_sha256
     assert torch.equal(guarded.guard, load_text(file, Bytes(), **SIZES, guard=0.25).guard)
     assert not torch.equal(guarded.guard, load_text(file, Bytes(), **SIZES, guard=0.25, seed=1).guard)
+
+
+def test_healing_sees_the_mix_too(file: Path) -> None:
+    plain, guarded = (load_text(file, Bytes(), **SIZES, heal_tokens=1600, guard=share) for share in (0.0, 0.25))
+    assert plain.healing is not None
+    assert guarded.healing is not None
+    assert len(plain.healing.windows) == 100
+    assert torch.equal(guarded.healing.windows[:100], plain.healing.windows)
+    mix = "".join(document.content for document in sources.read_splits(["mix"], None)[0]).encode()
+    assert [bytes(window) in mix for window in guarded.healing.windows[100:].tolist()].count(True) >= 11
+    assert len(guarded.healing.windows) == 112

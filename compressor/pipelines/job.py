@@ -157,7 +157,7 @@ def open_job(
     recipe = settle_healing(recipe, model, context)
     asked = recipe.calib_tokens
     writer = Writer(model, tokenizer, context, sample_only)
-    guard, heal = recipe.guard if with_choices else 0.0, recipe.heal or 0
+    guard, heal = recipe.guard if with_choices or recipe.heal else 0.0, recipe.heal or 0
     text, recipe = open_text(recipe, model, tokenizer, context, guard=guard, heal_tokens=heal, writer=writer)
     advise_batches(text, context)
     advise_windows(text, context)
@@ -277,8 +277,8 @@ def open_text(
 ) -> tuple[Text, Recipe]:
     """The text in windows that the model can take, and the recipe with what was chosen for it.
 
-    `guard` windows are only of use to a search for replacements. `writer` writes `--text self`; without one this model
-    does.
+    `guard` windows are only of use to a search for replacements, and to healing. `writer` writes `--text self`; without
+    one this model does.
     """
     seq_len = choose_seq_len(recipe, model)
     names = [name_again(word) for word in choose_text(recipe, model, run)]

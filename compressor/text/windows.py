@@ -182,6 +182,7 @@ def load_text(
     them; a text with fewer gives what it has, and several texts give equally many.
     Spare windows are drawn from that part too, behind the calibration windows; there may be fewer of them, or none.
     `guard` windows, as a share of those that are fitted on, are fitted on beside them: see `compressor.text.guard`.
+    To what is trained on, windows of the mix are added, half as many for each.
     """
     if seq_len < 2:
         raise InputError(f"--seq-len must be at least 2, got {seq_len}; try --seq-len 256")
@@ -228,13 +229,21 @@ def load_text(
         "seed": seed,
     }
     whole = Text(calibration, selection, verification, counts, healing, spare, settings=settings)
-    if not guard:
-        return whole
-    count, guard_seed = round(guard * len(whole.fitting)), seed_of(seed, "guard")
-    reader = Reader([MIX], tokenizer, seq_len, None, None, seed)
-    others = reader.fill(read_splits([MIX], None)[0], SPLITS[0], count // 2, guard_seed).draw(count // 2).windows
-    words = draw_words(usual_words(tokenizer), count - len(others), whole.fitting, guard_seed)
-    return replace(whole, guard=torch.cat([words, others]))
+    return add_guard(whole, tokenizer, guard, seed) if guard else whole
+
+
+def add_guard(text: Text, tokenizer: Any, share: float, seed: int) -> Text:
+    """The text with so many guard windows for each that is fitted on, and the mix among what healing trains on."""
+    count, seed = round(share * len(text.fitting)), seed_of(seed, "guard")
+    trained = round(share * len(text.healing.windows) / 2) if text.healing else 0
+    reader = Reader([MIX], tokenizer, text.seq_len, None, None, seed)
+    mix = reader.fill(read_splits([MIX], None)[0], SPLITS[0], max(trained, count // 2), seed)
+    others = mix.draw(count // 2).windows
+    words = draw_words(usual_words(tokenizer), count - len(others), text.fitting, seed)
+    healing = text.healing
+    if healing and trained:
+        healing = join_splits([healing, mix.draw(trained)], f"{healing.source}, {MIX}", alternate=False)
+    return replace(text, guard=torch.cat([words, others]), healing=healing)
 
 
 def name_again(word: str) -> str:
