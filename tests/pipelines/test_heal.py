@@ -40,7 +40,7 @@ def test_record_card_and_page_say_what_was_trained(healed: Path) -> None:
     healing = record["healing"]
     assert (healing["asked_tokens"], healing["params"]) == (20_000, "norms")
     assert 10_000 < healing["tokens"] <= 20_000
-    assert healing["text"].endswith("corpus.txt")
+    assert healing["text"].endswith("corpus.txt, mix")  # the guard windows of the mix are trained on too
     assert healing["looks"][0]["tokens"] == 0
     assert healing["kept"]["kl"] < healing["looks"][0]["kl"]
     assert healing["kept"] in healing["looks"]
@@ -49,7 +49,7 @@ def test_record_card_and_page_say_what_was_trained(healed: Path) -> None:
     card = (healed / "README.md").read_text(encoding="utf-8").replace("\\", "")
     assert "Nothing was trained" not in card
     assert f"Healed on {healing['tokens']:,} tokens" in card
-    assert "The text was corpus.txt." in card
+    assert "The text was corpus.txt, mix." in card
     page = (healed / "report.html").read_text(encoding="utf-8")
     assert f"Healed on {healing['tokens']:,} tokens" in page
     assert ">kept</td>" in page
