@@ -45,6 +45,7 @@ RANK_SHARES = (0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)  # ranks beside kept uni
 NEURON_MULTIPLE = 8  # where there are many neurons, multiples of this are kept: matrix products are faster then
 # Candidates of each kind that have their damage computed row by row; those of the others are interpolated.
 PROBED_PRUNED, PROBED_HYBRID = 3, 3
+WIDE_FEATURES = 4096  # with more inputs and units than this, units are removed in one order, whatever is beside them
 ROWS_ALIKE = 4.0  # rows of one window are not independent: so many count as one
 
 
@@ -152,11 +153,12 @@ def survey_block(
         scaled = scale_moments(fit, outer)
         fit.drop_products()  # only its means are needed from here on
         counts = unit_counts(units)
+        wide = len(scaled.gram) > WIDE_FEATURES
         runs = [
             eliminate(scaled, root[0], counts, with_inputs=with_inputs, columns=units.columns)
-            for with_inputs in (False, True)
+            for with_inputs in ((False,) if wide else (False, True))
         ]
-        orders = torch.stack([run.order.cpu() for run in runs])
+        orders = torch.stack([runs[0].order.cpu(), runs[-1].order.cpu()])
         three_quarters = orders[0, units.count // 4 :].to(device).sort().values
         ridges[1] = choose_shrinkage(scaled, held, outer, spread_units(three_quarters, units.columns), 0, root)[0]
         activations = activations_of(units, gradients)
@@ -294,7 +296,8 @@ def kept_sets(
     """The columns of a that a shape may keep: those of the last units of each removal order that suits its rank."""
     if shape.neurons == 0:
         return [torch.empty(0, dtype=torch.long, device=device)]
-    suited = (0,) if shape.rank == 0 else (1,) if shape.rank is None else (0, 1)
+    both = (0,) if torch.equal(*orders) else (0, 1)
+    suited = (0,) if shape.rank == 0 else (1,) if shape.rank is None else both
     sets = [orders[k][len(orders[k]) - shape.neurons :].sort().values.to(device) for k in suited]
     return [spread_units(kept, columns) for kept in sets]
 

@@ -23,12 +23,13 @@ REST = ("--seq-len", "32", "--select-tokens", "640", "--verify-tokens", "640")
 @pytest.mark.parametrize(
     ("width", "neurons", "seq_len", "tokens"),
     [
-        (576, 1536, 512, CALIBRATION_TOKENS),  # SmolLM2-135M: today's number is enough
-        (2048, 8192, 512, 51_200),  # 4 for each of 10,240
-        (1536, 8960, 512, 52_736),  # Qwen2.5-1.5B: 41,984 rows in whole windows, and a fifth held out
-        (4096, 512, 512, 51_200),  # few neurons: 10 for each input
-        (2048, None, 512, 25_600),  # neurons that are not known
-        (2048, 8192, 500, 51_500),
+        (192, 768, 512, CALIBRATION_TOKENS),  # the built-in model: the least is enough
+        (576, 1536, 512, 42_496),  # SmolLM2-135M: 16 for each of 2,112
+        (2048, 8192, 512, 65_536),  # 16 for each of 10,240 would be more than so many tokens
+        (2048, 8192, 500, 65_500),  # the same in whole windows
+        (4096, 14_336, 512, 92_160),  # 4 for each of 18,432, and a fifth held out
+        (8192, 512, 512, 102_400),  # few neurons: 10 for each input
+        (2048, None, 512, 65_536),  # neurons that are not known
     ],
 )
 def test_the_size_follows_the_width(
@@ -59,6 +60,7 @@ def test_the_neurons_of_the_model_are_counted() -> None:
 def small_least(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a few tokens were enough for any model, so that a tiny one asks for more."""
     monkeypatch.setattr(job, "CALIBRATION_TOKENS", 192)
+    monkeypatch.setattr(job, "AMPLE_TOKENS", 192)
 
 
 def profile(compress: Compress, model: Path, text: Path, *more: str) -> tuple[dict[str, Any], str]:
@@ -93,7 +95,7 @@ def test_a_shorter_text_gives_what_it_has_and_says_so(compress: Compress, models
         assert 192 <= tokens <= 416
         assert record["recipe"]["calib_tokens"] == tokens
         assert f"calibration: {tokens} tokens" in done.err
-        assert ("the text has no more for it, 416 would give 4 or more" in done.err) == (tokens < 416)
+        assert ("the text has no more for it, 416 would be better" in done.err) == (tokens < 416)
         if tokens < 416:
             return
     raise AssertionError("no text was between the least and enough")
