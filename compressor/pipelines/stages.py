@@ -18,7 +18,6 @@ from compressor.runtime.names import LOAD, WRITE
 from compressor.runtime.progress import PlannedStep
 
 OPERATIONS = 5e10  # per second, of no machine in particular: the first steps of a run tell its own speed
-SLOWER_INVERSE = 4.0  # float64, and less parallel than a product
 REQUEST_TOKENS = 100  # of a document of a task, roughly
 
 
@@ -87,6 +86,6 @@ def assumed_rates(job: Job, store: MomentsStore | None) -> Rates:
     sizes = [count_features(block, store.units[block.index] if store else None) for block in blocks]
     token = 2 * count_parameters(job.model) / OPERATIONS
     gram = sum(2 * size**2 for size in sizes) / OPERATIONS
-    inverse = SLOWER_INVERSE * sum(2 * size**3 for size in sizes) / OPERATIONS
+    inverse = sum(2 * size**3 for size in sizes) / OPERATIONS  # size³ operations, in float64 twice as slow
     pairs = [(seconds, seconds) for seconds in (token, 3 * token, gram, inverse, len(job.evaluator().prompts) * token)]
     return Rates(*pairs)
