@@ -68,7 +68,7 @@ def make_methods(cache: Path | None, heal_tokens: int) -> dict[str, Method]:
         "modegpt": modegpt,
         "ours-ffn": Ours(("ffn",), cache),
         "ours": Ours(BRANCHES, cache),
-        **({HEALED: Ours(BRANCHES, cache, heal_tokens)} if heal_tokens else {}),
+        **({HEALED: Ours(("ffn",), cache, heal_tokens)} if heal_tokens else {}),
     }
 
 
